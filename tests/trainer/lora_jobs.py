@@ -57,14 +57,6 @@ def run_saving_what_was_loaded(resume: str, **settings: Any) -> list[float]:
     return list(trainer.losses)
 
 
-def evaluations(output_dir: str) -> list[float]:
-    """Evaluate adapters before and after the training, which do not change the base at first; the losses."""
-    trainer = trainer_of(tiny.SINGLE.to_json(), output_dir)
-    losses = [trainer.evaluate(trainer.train_dataset)["eval_loss"]]
-    trainer.train()
-    return [*losses, trainer.evaluate(trainer.train_dataset)["eval_loss"]]
-
-
 def attempts(output_dir: str, made: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Train and resume in several ways, one after the other in this process; the error of each, empty for none."""
     from paddleformers_fc.errors import FlexError
@@ -79,21 +71,6 @@ def attempts(output_dir: str, made: Mapping[str, Mapping[str, Any]]) -> dict[str
         except FlexError as error:
             found[way] = f"{type(error).__name__}: {error.render()}"
     return found
-
-
-def save_and_load_in_a_script(output_dir: str) -> dict[str, Any]:
-    """Save adapters and load them into a model with others, by the functions for scripts; whether they are equal."""
-    import paddleformers_fc
-
-    trainer = trainer_of(tiny.SINGLE.to_json(), f"{output_dir}/run", {"max_steps": 1})
-    trainer.train()
-    saved = paddleformers_fc.save(f"{output_dir}/checkpoint-1", trainer.model, trainer.optimizer, step=1)
-    expected = weights_of(trainer.model)
-    other = trainer_of(tiny.SINGLE.to_json(), f"{output_dir}/other", {"max_steps": 1})
-    differed = weights_of(other.model) != expected
-    other.train()
-    paddleformers_fc.load(f"{output_dir}/checkpoint-1", other.model, other.optimizer)
-    return {"files": saved.files, "differed": differed, "equal": weights_of(other.model) == expected}
 
 
 def base_of(**settings: Any) -> str:
@@ -136,115 +113,6 @@ def changed_bases(output_dir: str, base: str) -> dict[str, dict[str, Any]]:
         adapters = describe_adapters(tiny.trainer(tiny.adapted(model), args, cls=FlexTrainer).model)
         assert adapters is not None
         found[way] = {"files": list(adapters.base.files), "tensors": adapters.base.tensors}
-    return found
-
-
-def unsupported(output_dir: str) -> dict[str, str]:
-    """Make Trainers of adapters that are not supported; the errors."""
-    from paddleformers.peft import LoRAModel
-
-    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-    from paddleformers_fc.errors import OptionError
-
-    def quantized(model: LoRAModel) -> None:
-        model.quantized = True
-
-    made: dict[str, tuple[dict[str, Any], Any]] = {
-        "loraga": ({"loraga": True}, None),
-        "do_qat": ({"do_qat": True}, None),
-        "merged": ({}, LoRAModel.merge),
-        "quantized": ({}, quantized),
-        "nothing": ({"target_modules": None}, None),
-    }
-    found = {}
-    for way, (settings, change) in made.items():
-        args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
-        model = tiny.adapted(tiny.build("llama", tiny.SINGLE, args), **settings)
-        if change is not None:
-            change(model)
-        try:
-            tiny.trainer(model, args, cls=FlexTrainer)
-            found[way] = ""
-        except OptionError as error:
-            found[way] = error.render()
-    return found
-
-
-def undescribed_layers(output_dir: str) -> dict[str, Any]:
-    """Train adapters of a convolution, of stacked and of grouped experts, and of a class that is not PaddleFormers'.
-
-    Returns:
-        the error of each, and whether PaddleFormers describes the shards of such adapters.
-    """
-    from types import SimpleNamespace
-
-    import paddle
-    from paddleformers.nn.experts import MoeExperts, MoeExpertsBase
-    from paddleformers.peft.lora.lora_layers import FleetLoRAMoeExperts, LoRAConv2D, LoRAMoeExperts
-
-    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-    from paddleformers_fc.errors import OptionError
-
-    sizes = SimpleNamespace(num_experts=2, intermediate_size=8, hidden_size=4, hidden_act="silu")
-
-    # PaddleFormers chooses the class of the adapters by this name.
-    class GroupedMLPExpert(MoeExpertsBase):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight1, self.weight2 = self.create_parameter([2, 4, 16]), self.create_parameter([2, 8, 4])
-            self.config = self.activation_func = self.ep_group = None
-            self.expert_parallel = self.moe_deep_gemm = self.activation_recompute = False
-
-    class UnknownAdapter(paddle.nn.Layer):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.lora_A = self.create_parameter([4, 2])
-
-    made = {
-        LoRAConv2D: lambda: paddle.nn.Conv2D(2, 2, 3),
-        LoRAMoeExperts: lambda: MoeExperts(sizes),
-        FleetLoRAMoeExperts: GroupedMLPExpert,
-        UnknownAdapter: lambda: paddle.nn.Linear(4, 4),
-    }
-    found = {}
-    for kind, layer in made.items():
-        args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
-        model = tiny.build("llama", tiny.SINGLE, args)
-        model.added = layer()
-        adapted = tiny.adapted(model, target_modules=["added"])
-        if kind is UnknownAdapter:
-            adapted.model.added = UnknownAdapter()
-        described = kind.sharded_state_dict is not paddle.nn.Layer.sharded_state_dict
-        try:
-            tiny.trainer(adapted, args, cls=FlexTrainer)
-            found[kind.__name__] = {"error": "", "described": described}
-        except OptionError as error:
-            found[kind.__name__] = {"error": error.render(), "described": described}
-    return found
-
-
-def unsupported_in_scripts(output_dir: str) -> dict[str, str]:
-    """Save, load and start from files with adapters that are merged into their base; the errors."""
-    import paddleformers_fc
-    from paddleformers_fc.errors import OptionError
-
-    model = trainer_of(tiny.SINGLE.to_json(), output_dir, {"max_steps": 1}).model
-    target = f"{output_dir}/checkpoint-1"
-    paddleformers_fc.save(target, model)
-    paddleformers_fc.open(target).export(f"{output_dir}/files")
-    model.merge()
-    made = {
-        "save": lambda: paddleformers_fc.save(f"{output_dir}/checkpoint-2", model),
-        "load": lambda: paddleformers_fc.load(target, model),
-        "files": lambda: paddleformers_fc.load_open_weights(model, f"{output_dir}/files"),
-    }
-    found = {}
-    for way, attempt in made.items():
-        try:
-            attempt()
-            found[way] = ""
-        except OptionError as error:
-            found[way] = error.render()
     return found
 
 

@@ -6,7 +6,7 @@ import copy
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from tests.harness import tiny
 
 
-def _arguments(output_dir: str, layout: Mapping[str, Any] | None = None, **changed: Any) -> Any:
+def training_arguments(output_dir: str, layout: Mapping[str, Any] | None = None, **changed: Any) -> Any:
     from paddleformers_fc import FlexTrainingArguments
 
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **changed}
@@ -54,7 +54,7 @@ def load_and_export(
     from paddleformers_fc.trainer import documents, live_roles
     from paddleformers_fc.trainer.description import describe_model
 
-    args = _arguments(output_dir, layout)
+    args = training_arguments(output_dir, layout)
     kind = AutoModelForCausalLMPipe if layout.get("pp", 1) > 1 else AutoModelForCausalLM
     warnings: list[str] = []
     warning = logger.warning
@@ -89,7 +89,7 @@ def load_beside_stock(output_dir: str, source: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for way in ("stock", "ours"):
         if way == "ours":
-            _arguments(output_dir)
+            training_arguments(output_dir)
         paddle.seed(7)
         model = _from_pretrained(source)
         found[way] = [_bits(model), paddle.rand([4]).tolist()]
@@ -115,7 +115,7 @@ def _installed(source: str, output_dir: str) -> Any:
 
 
 def _after_arguments(source: str, output_dir: str) -> Any:
-    _arguments(output_dir)
+    training_arguments(output_dir)
     return _from_pretrained(source)
 
 
@@ -199,7 +199,7 @@ def train_where_one_rank_differs(source: str, output_dir: str) -> str:
     from paddleformers_fc import FlexTrainer
     from paddleformers_fc.trainer import pretrained
 
-    args = _arguments(output_dir, tiny.DP2.to_json())
+    args = training_arguments(output_dir, tiny.DP2.to_json())
     model = _fresh(source)
     if dist.get_rank() == 1:
         pretrained.note_unverified(model, "a loader")
@@ -217,7 +217,7 @@ def _trained(model: Any, output_dir: str, trainer: str, **arguments: Any) -> Any
 
     if trainer == "Trainer":
         install()
-    args = _arguments(output_dir, max_steps=2, **arguments)
+    args = training_arguments(output_dir, max_steps=2, **arguments)
     made = tiny.trainer(model, args, cls={"FlexTrainer": FlexTrainer, "Trainer": Trainer}[trainer])
     made.train()
     return made
@@ -232,7 +232,7 @@ def train_beside_reference(source: str, output_dir: str, change: str | None, ver
     """
     from paddleformers_fc import FlexTrainer
 
-    args = _arguments(output_dir, max_steps=1)
+    args = training_arguments(output_dir, max_steps=1)
     model, reference = _from_pretrained(source), _from_pretrained(source) if verified else _fresh(source)
     if not verified:
         reference.set_state_dict(model.state_dict())
@@ -248,36 +248,6 @@ def train_beside_reference(source: str, output_dir: str, change: str | None, ver
         return {"error": type(error).__name__, "message": str(error)}
 
 
-def refusals(source: str, output_dir: str, calls: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The results of ``LlamaForCausalLM.from_pretrained`` by call: the class, or the error."""
-    from paddleformers.transformers import LlamaForCausalLM
-
-    _arguments(output_dir)
-    outcomes: list[str] = []
-    for call in calls:
-        arguments = dict(call)
-        named = [arguments.pop("named", source), *arguments.pop("positional", ())]
-        if "config" in arguments:
-            arguments["config"] = tiny.config("llama", **arguments["config"])
-        try:
-            outcomes.append(type(LlamaForCausalLM.from_pretrained(*named, dtype="float32", **arguments)).__name__)
-        except Exception as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
-    return outcomes
-
-
-def load_model_class(source: str, output_dir: str, cls: str) -> str:
-    """Load with another class of PaddleFormers; the error."""
-    import paddleformers.transformers as transformers
-
-    _arguments(output_dir)
-    try:
-        getattr(transformers, cls).from_pretrained(source)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def load_by_name(source: str, output_dir: str, home: str, hub: str, cache: str) -> dict[str, bool]:
     """Load a model by its name: of PaddleFormers' home directory, and of a hub that answers on this machine."""
     from huggingface_hub import constants, hf_api
@@ -286,7 +256,7 @@ def load_by_name(source: str, output_dir: str, home: str, hub: str, cache: str) 
     constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub)
     constants.ENDPOINT, constants.HF_HUB_CACHE, hf_api.api.endpoint = hub, cache, hub
     expected = _bits(_from_pretrained(source))
-    _arguments(output_dir)
+    training_arguments(output_dir)
     (Path(home) / "owner").mkdir(parents=True)
     (Path(home) / "owner/model").symlink_to(source)
     os.environ["PF_HOME"] = home
@@ -338,7 +308,7 @@ def bytes_read(source: str, output_dir: str, layout: Mapping[str, Any], way: str
     from paddleformers.transformers import AutoModelForCausalLM
 
     # Blocks are not compared: the file is one block, which a rank would read as a whole.
-    args = _arguments(output_dir, layout, flex_read=way, flex_verify="off")
+    args = training_arguments(output_dir, layout, flex_read=way, flex_verify="off")
     config = configured(layout, args, source)
     before = _asked()
     AutoModelForCausalLM.from_pretrained(source, config=config)
@@ -362,7 +332,7 @@ def convert_from_pdparams(source: str, directory: str, converted: str, output_di
     expected = _bits(model)
     again = AutoModelForCausalLM.from_pretrained(directory, load_checkpoint_format="", convert_from_hf=False)
     again.save_pretrained(converted)
-    _arguments(output_dir)
+    training_arguments(output_dir)
     try:
         _from_pretrained(directory)
         message = ""

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 import paddleformers_fc
-from tests.harness.tiny import DP2, EP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
+from paddleformers_fc.errors import OptionError
+from tests.harness import tiny
+from tests.harness.on_ranks import on_ranks
+from tests.harness.tiny import EP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
+from tests.trainer.jobs import few_samples, weights_of as tensors_of
+from tests.trainer.lora_jobs import trainer_of
 from tests.trainer.test_pretrained import weights_of
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
@@ -49,7 +54,7 @@ def llama(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Traine
     return Trained(ranks, SINGLE, tmp_path_factory.mktemp("lora"))
 
 
-@pytest.mark.parametrize("layout", [TP2, SD2V1, SD2V2, DP2, SD2S3, SINGLE, PP2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [TP2, SD2V1, SD2V2, SD2S3, PP2], ids=lambda layout: layout.name)
 def test_adapters_resume_under_any_layout(
     ranks: ForkServer, llama: Trained, tmp_path: Path, layout: MatrixLayout
 ) -> None:
@@ -146,8 +151,12 @@ def test_other_adapters_and_other_bases_are_refused_with_the_difference(
         assert ("flex_allow_config_changes" in found[way]) == (way == "scaling")
 
 
-def test_adapters_are_evaluated_though_paddlefleet_is_not_installed(ranks: ForkServer, tmp_path: Path) -> None:
-    (losses,) = ranks.run(f"{JOBS}:evaluations", 1, {"output_dir": str(tmp_path)}).values
+@on_ranks(layout=SINGLE)
+def test_adapters_are_evaluated_though_paddlefleet_is_not_installed(layout: MatrixLayout, tmp_path: Path) -> None:
+    trainer = trainer_of(layout.to_json(), str(tmp_path))
+    losses = [trainer.evaluate(few_samples())["eval_loss"]]
+    trainer.train()
+    losses.append(trainer.evaluate(few_samples())["eval_loss"])
     assert losses[0] > losses[1] > 0
 
 
@@ -193,27 +202,73 @@ def test_a_base_is_not_identified_by_files_that_do_not_contain_it(ranks: ForkSer
     assert found["element"]["tensors"] != found["replaced"]["tensors"] != ""
 
 
-def test_adapters_that_upstream_cannot_describe_are_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
-    (found,) = ranks.run(f"{JOBS}:unsupported", 1, {"output_dir": str(tmp_path)}).values
-    messages = {
-        "loraga": "loraga: PaddleFormers changes the base",
-        "do_qat": "do_qat: the scales of quantization",
-        "merged": "is merged into its base; call unmerge()",
-        "quantized": "a quantized base",
-        "nothing": "no tensor of the model is trained",
+@on_ranks(layout=SINGLE)
+def test_adapters_that_upstream_cannot_describe_are_refused_by_name(layout: MatrixLayout, tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    import paddle
+    from paddleformers.nn.experts import MoeExperts, MoeExpertsBase
+    from paddleformers.peft import LoRAModel
+    from paddleformers.peft.lora.lora_layers import FleetLoRAMoeExperts, LoRAConv2D, LoRAMoeExperts
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+
+    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True}
+    args = tiny.training_arguments(layout, str(tmp_path), **settings)
+
+    def refused(model: Any) -> str:
+        with pytest.raises(OptionError) as caught:
+            tiny.trainer(model, args, cls=FlexTrainer)
+        return caught.value.render()
+
+    def quantize(model: LoRAModel) -> None:
+        model.quantized = True
+
+    made: list[tuple[dict[str, Any], Any, str]] = [
+        ({"loraga": True}, None, "loraga: PaddleFormers changes the base"),
+        ({"do_qat": True}, None, "do_qat: the scales of quantization"),
+        ({}, LoRAModel.merge, "is merged into its base; call unmerge()"),
+        ({}, quantize, "a quantized base"),
+        ({"target_modules": None}, None, "no tensor of the model is trained"),
+    ]
+    for given, change, text in made:
+        model = tiny.adapted(tiny.build("llama", layout, args), **given)
+        if change is not None:
+            change(model)
+        assert text in refused(model)
+
+    # PaddleFormers chooses the class of the adapters by this name.
+    class GroupedMLPExpert(MoeExpertsBase):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight1, self.weight2 = self.create_parameter([2, 4, 16]), self.create_parameter([2, 8, 4])
+            self.config = self.activation_func = self.ep_group = None
+            self.expert_parallel = self.moe_deep_gemm = self.activation_recompute = False
+
+    class UnknownAdapter(paddle.nn.Layer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.lora_A = self.create_parameter([4, 2])
+
+    sizes = SimpleNamespace(num_experts=2, intermediate_size=8, hidden_size=4, hidden_act="silu")
+    layers = {
+        LoRAConv2D: (lambda: paddle.nn.Conv2D(2, 2, 3), ""),
+        LoRAMoeExperts: (lambda: MoeExperts(sizes), ""),
+        FleetLoRAMoeExperts: (GroupedMLPExpert, "PaddleFleet is on no public index"),
+        UnknownAdapter: (lambda: paddle.nn.Linear(4, 4), "unknown class of adapters"),
     }
-    assert {way: messages[way] in text for way, text in found.items()} == dict.fromkeys(messages, True), found
-
-
-def test_adapters_of_layers_that_are_not_supported_are_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
-    (found,) = ranks.run(f"{JOBS}:undescribed_layers", 1, {"output_dir": str(tmp_path)}).values
-    assert set(found) == {"LoRAConv2D", "LoRAMoeExperts", "FleetLoRAMoeExperts", "UnknownAdapter"}
-    for kind, layer in found.items():
-        assert f"{kind} (added): " in layer["error"]
+    for kind, (layer, text) in layers.items():
+        model = tiny.build("llama", layout, args)
+        model.added = layer()
+        adapted = tiny.adapted(model, target_modules=["added"])
+        if kind is UnknownAdapter:
+            adapted.model.added = UnknownAdapter()
+        error = refused(adapted)
+        assert f"{kind.__name__} (added): " in error
+        assert text in error
         # If PaddleFormers describes others, declare them in a family and remove the refusal.
-        assert layer["described"] == (kind == "FleetLoRAMoeExperts")
-    assert "PaddleFleet is on no public index" in found["FleetLoRAMoeExperts"]["error"]
-    assert "unknown class of adapters" in found["UnknownAdapter"]["error"]
+        described = kind.sharded_state_dict is not paddle.nn.Layer.sharded_state_dict
+        assert described == (kind is FleetLoRAMoeExperts)
 
 
 def test_adapters_of_experts_are_refused_where_upstream_would_average_those_of_different_experts(
@@ -251,15 +306,27 @@ def test_a_stage_without_trained_tensors_is_accepted_if_another_stage_has_some(
     assert len(ranks.run(f"{JOBS}:base_of", 2, job).values) == 2
 
 
-def test_scripts_and_readers_refuse_merged_adapters(ranks: ForkServer, tmp_path: Path) -> None:
-    (found,) = ranks.run(f"{JOBS}:unsupported_in_scripts", 1, {"output_dir": str(tmp_path)}).values
-    assert found.keys() == {"save", "load", "files"}
-    assert all("is merged into its base; call unmerge()" in text for text in found.values()), found
-
-
-def test_a_script_saves_and_loads_adapters(ranks: ForkServer, tmp_path: Path) -> None:
-    (found,) = ranks.run(f"{JOBS}:save_and_load_in_a_script", 1, {"output_dir": str(tmp_path)}).values
-    assert found["equal"]
+@on_ranks(layout=SINGLE)
+def test_a_script_saves_and_loads_adapters_that_are_not_merged(layout: MatrixLayout, tmp_path: Path) -> None:
+    first, second = (trainer_of(layout.to_json(), str(tmp_path / name), {"max_steps": 1}) for name in ("a", "b"))
+    first.train()
+    checkpoint = tmp_path / "checkpoint-1"
+    paddleformers_fc.save(checkpoint, first.model, first.optimizer, step=1)
+    expected = tensors_of(first.model)
+    assert tensors_of(second.model) != expected
+    second.train()
+    paddleformers_fc.load(checkpoint, second.model, second.optimizer)
+    assert tensors_of(second.model) == expected
+    paddleformers_fc.open(checkpoint).export(tmp_path / "files")
+    second.model.merge()
+    for use in (
+        lambda: paddleformers_fc.save(tmp_path / "checkpoint-2", second.model),
+        lambda: paddleformers_fc.load(checkpoint, second.model),
+        lambda: paddleformers_fc.load_open_weights(second.model, tmp_path / "files"),
+    ):
+        with pytest.raises(OptionError) as refused:
+            use()
+        assert "is merged into its base; call unmerge()" in refused.value.render()
 
 
 @pytest.mark.slow

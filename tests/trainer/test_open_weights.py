@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from paddleformers_fc.errors import FlexError
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from tests.formats.test_quantized import DECLARED, expected, quantized, write
 from tests.harness import tiny
-from tests.trainer.open_weights_jobs import serve_as_hub
+from tests.harness.on_ranks import run_on_ranks
+from tests.trainer.open_weights_jobs import serve_as_hub, training_arguments
 from tests.trainer.test_pretrained import weights_of
 from verification.forkserver import ForkServer
 
@@ -42,7 +44,7 @@ def test_from_pretrained_fills_every_layout_with_the_bits_of_the_files(
 ) -> None:
     source = weights_of(ranks, tmp_path, model_type, model)
     original = load_file(source / "model.safetensors")
-    for layout in (tiny.SINGLE, tiny.TP2, tiny.PP2, tiny.SD2V2):
+    for layout in (tiny.TP2, tiny.PP2, tiny.SD2V2):
         target = tmp_path / f"again-{layout.name}"
         job = {"layout": layout.to_json(), "output_dir": str(tmp_path / "run"), "source": str(source)}
         warnings = ranks.run(f"{JOBS}:load_and_export", layout.nproc, {**job, "target": str(target)}).values
@@ -171,73 +173,69 @@ def test_a_reference_model_is_verified_or_the_model_or_refused(
         assert f"\n  - {change}: not equal to the model's\n" in found["message"]
 
 
-def test_arguments_that_ask_for_other_weights_are_refused_by_name(
-    ranks: ForkServer, llama: Path, tmp_path: Path
-) -> None:
-    refused = {
-        "state_dict": {},
-        "ignore_mismatched_sizes": True,
-        "variant": "fp16",
-        "key_mapping": {"a": "b"},
-        "use_safetensors": False,
-        "load_checkpoint_format": "",
-    }
-    taken = {"low_cpu_mem_usage": True, "convert_from_hf": False, "load_via_cpu": True, "use_safetensors": True}
-    calls: list[dict[str, Any]] = [{name: value} for name, value in refused.items()]
-    calls += [taken, {"load_checkpoint_format": "flex_checkpoint", "ignore_mismatched_sizes": False}]
-    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "calls": calls}
-    outcomes = ranks.run(f"{JOBS}:refusals", 1, kwargs).values[0]
-    for name, line in zip(refused, outcomes, strict=False):
+def refuse(llama: Path, ernie: Path, repository: Path, output_dir: Path) -> None:
+    """Call ``from_pretrained`` with arguments and weights that do not fit, and with some that do.
+
+    Args:
+        llama: weights of a Llama.
+        ernie: the same, beside the configuration of another family.
+        repository: a directory that contains them in ``weights``.
+        output_dir: of the training.
+    """
+    import paddleformers.transformers as transformers
+
+    training_arguments(str(output_dir))
+
+    def load(named: Path | str = llama, *more: Any, cls: str = "LlamaForCausalLM", **arguments: Any) -> str:
+        if "config" in arguments:
+            arguments["config"] = tiny.config("llama", **arguments["config"])
+        try:
+            made = getattr(transformers, cls).from_pretrained(str(named), *more, dtype="float32", **arguments)
+        except FlexError as error:
+            return f"{type(error).__name__}: {error}"
+        return type(made).__name__
+
+    other: dict[str, Any] = {"state_dict": {}, "ignore_mismatched_sizes": True, "variant": "fp16"}
+    other |= {"key_mapping": {"a": "b"}, "use_safetensors": False, "load_checkpoint_format": ""}
+    for name, value in other.items():
+        line = load(**{name: value})
         assert line.startswith("OptionError: flex_checkpoint: true contradicts an argument of from_pretrained.")
         assert f"  - {name}" in line
-    assert outcomes[len(refused) :] == ["LlamaForCausalLM"] * 2
-
-
-def test_heads_and_families_that_no_shape_shows_are_compared_with_the_config_beside_the_weights(
-    ranks: ForkServer, llama: Path, tmp_path: Path
-) -> None:
-    other = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    source = shutil.copytree(llama, tmp_path / "ernie")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "model_type": "ernie4_5"}))
-    (source / CHECKSUMS_NAME).unlink()
-    calls = [{"config": other}, {"config": {}, "named": str(source)}]
-    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "calls": calls}
-    calls.append({"positional": [1]})
-    heads, family, positional = ranks.run(f"{JOBS}:refusals", 1, kwargs).values[0]
+    same = {"low_cpu_mem_usage": True, "convert_from_hf": False, "load_via_cpu": True, "use_safetensors": True}
+    for given in (same, {"load_checkpoint_format": "flex_checkpoint", "ignore_mismatched_sizes": False}):
+        assert load(**given) == "LlamaForCausalLM"
+    assert load(repository, subfolder="weights") == "LlamaForCausalLM"
+    heads = load(config={"num_attention_heads": 8, "num_key_value_heads": 4})
     assert heads.startswith("MismatchError: The open weights and the model do not fit: 2 differences.")
     assert "num_attention_heads: stored 4, wanted 8" in heads
     assert "or correct the config.json beside them" in heads
+    family = load(ernie, config={})
     assert family.startswith("MismatchError: The open weights and the model do not fit: 1 difference.")
     assert "model_type: stored ernie4_5, wanted llama" in family
+    positional = load(llama, 1)
     assert "does not support positional arguments of the model" in positional
     assert "- 1 argument after the path" in positional
+    assert f"next: Name the directory, {llama}." in load(llama / "model.safetensors", config={})
+    missing = load("no/model", config={})
+    assert missing.startswith("NotACheckpoint: no/model is neither a directory nor a model of a hub")
+    assert load(cls="LlamaModel").startswith("MappingError")
+    for cls, model_type in (
+        ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
+        ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"),
+    ):
+        assert f"model_type: stored llama, wanted {model_type}" in load(cls=cls)
 
 
-def test_a_part_of_a_directory_is_named_by_its_subfolder(ranks: ForkServer, llama: Path, tmp_path: Path) -> None:
-    shutil.copytree(llama, tmp_path / "repository/weights")
-    calls = [{"named": str(tmp_path / "repository"), "subfolder": "weights"}]
-    calls += [{"named": str(llama / "model.safetensors"), "config": {}}, {"named": "no/model", "config": {}}]
-    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "calls": calls}
-    outcomes = ranks.run(f"{JOBS}:refusals", 1, kwargs).values[0]
-    assert outcomes[0] == "LlamaForCausalLM"
-    assert f"next: Name the directory, {llama}." in outcomes[1]
-    assert outcomes[2].startswith("NotACheckpoint: no/model is neither a directory nor a model of a hub")
-
-
-@pytest.mark.parametrize(
-    ("cls", "message"),
-    [
-        ("LlamaModel", "MappingError"),
-        ("Ernie4_5_MoeForCausalLM", "model_type: stored llama, wanted ernie4_5_moe"),
-        ("Qwen2_5_VLForConditionalGeneration", "model_type: stored llama, wanted qwen2_5_vl"),
-    ],
-)
-def test_a_class_that_is_not_that_of_the_weights_is_refused(
-    ranks: ForkServer, llama: Path, tmp_path: Path, cls: str, message: str
+def test_arguments_and_weights_that_do_not_fit_are_refused_with_the_reason(
+    ranks: ForkServer, llama: Path, tmp_path: Path
 ) -> None:
-    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "cls": cls}
-    assert message in ranks.run(f"{JOBS}:load_model_class", 1, kwargs).values[0]
+    ernie = shutil.copytree(llama, tmp_path / "ernie")
+    config = json.loads((ernie / "config.json").read_text())
+    (ernie / "config.json").write_text(json.dumps({**config, "model_type": "ernie4_5"}))
+    (ernie / CHECKSUMS_NAME).unlink()
+    shutil.copytree(llama, tmp_path / "repository/weights")
+    given = {"llama": llama, "ernie": ernie, "repository": tmp_path / "repository"}
+    run_on_ranks(ranks, 1, refuse, output_dir=tmp_path / "out", **given)
 
 
 def test_a_name_of_a_hub_is_found_where_paddleformers_finds_it(ranks: ForkServer, llama: Path, tmp_path: Path) -> None:

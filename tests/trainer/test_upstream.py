@@ -205,20 +205,17 @@ def test_an_unknown_version_is_refused_before_a_process_group_exists_unless_it_i
             tiny.training_arguments(layout, str(tmp_path), **given)
         return lines
 
-    for name, version, is_metadata in (
-        ("paddle", "3.3.9", 0),
-        ("paddleformers", "3.3.9", 0),
-        ("paddleformers", "1.2.1", 1),
-    ):
+    refused = [("paddle", "3.3.9", False), ("paddleformers", "3.3.9", False), ("paddleformers", "1.2.1", True)]
+    for name, version, is_metadata in refused:
         with pytest.raises(EnvironmentMismatch) as caught:
-            make({name: version}, bool(is_metadata))
+            make({name: version}, is_metadata)
         known = f"{name} {version} is installed; the known version is {name} {upstream.VERSIONS[name]}"
         assert known in str(caught.value)
         assert "flex_unknown_versions: warn" in str(caught.value)
     for key, value in DEVELOPMENT_KEYS.items():
-        with pytest.raises(OptionError) as refused:
+        with pytest.raises(OptionError) as contradicted:
             make({}, use_flex_async_save=True, **{key: value})
-        assert f"flex_checkpoint: true and {key}: " in str(refused.value)
+        assert f"flex_checkpoint: true and {key}: " in str(contradicted.value)
     assert not paddle.distributed.is_initialized()
     unknown = {"paddle": "3.3.2", "paddleformers": "1.2.1"}
     assert not any("is installed" in line for line in make(unknown, flex_checkpoint=False))
@@ -266,7 +263,7 @@ def test_trainers_that_do_not_use_the_package_are_refused(layout: MatrixLayout, 
         lambda: paddleformers_fc.save_ema(stock, str(tmp_path / "averaged")),
         lambda: paddleformers_fc.averaged_weights(stock).__enter__(),
     ):
-        with pytest.raises(FlexError, match="where: paddleformers.trainer.trainer.Trainer") as caught:
+        with pytest.raises(FlexError, match=r"where: paddleformers\.trainer\.trainer\.Trainer") as caught:
             use()
         text = str(caught.value)
         assert text.startswith("This Trainer does not use paddleformers_fc: flex_checkpoint is not true."), text
