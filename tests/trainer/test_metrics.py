@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +15,9 @@ import pytest
 from paddleformers_fc.execute.phases import Phases, Slowest
 from paddleformers_fc.trainer import callback
 from paddleformers_fc.trainer.callback import CheckpointReport, FlexCheckpointCallback, ReportFigures
+from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import DP2
+from tests.trainer.jobs import train_and_resume
 from verification.forkserver import ForkServer
 
 REPORT = CheckpointReport(
@@ -106,16 +111,56 @@ def test_other_callbacks_get_no_figures(trainer: Any, tmp_path: Path) -> None:
     assert scalars(tmp_path)
 
 
+def show_on_a_terminal(output_dir: Path) -> list[Any]:
+    """Train, save, and resume with a terminal as the error stream.
+
+    Returns:
+        What the terminal got, and the expected and done bytes of every operation that it displayed.
+    """
+    import pty
+
+    from paddleformers_fc import progress_display
+
+    meters: list[Any] = []
+
+    class Kept(progress_display.Meter):
+        def __init__(self) -> None:
+            super().__init__()
+            meters.append(self)
+
+    keyboard, screen = pty.openpty()
+    got: list[bytes] = []
+
+    def read() -> None:
+        while chunk := os.read(keyboard, 1 << 16):
+            got.append(chunk)
+            if chunk.endswith(b"\x04"):
+                return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    before, made = sys.stderr, progress_display.Meter
+    os.environ["TERM"] = "xterm"
+    sys.stderr, progress_display.Meter = os.fdopen(screen, "w"), Kept  # type: ignore[misc]
+    arguments = {"max_steps": 2, "save_steps": 2}
+    try:
+        train_and_resume(str(output_dir), [2], layout=DP2.to_json(), arguments=arguments)
+    finally:
+        sys.stderr.write("\x04")
+        sys.stderr.flush()
+        sys.stderr, progress_display.Meter = before, made  # type: ignore[misc]
+        reader.join()
+    return [b"".join(got).decode(), [(one.expected, one.done) for one in meters]]
+
+
 def test_saves_and_loads_show_their_bytes_on_a_terminal(ranks: ForkServer, tmp_path: Path) -> None:
-    job = {"layout": DP2.to_json(), "arguments": {"max_steps": 2, "save_steps": 2}}
-    job |= {"output_dir": str(tmp_path / "run"), "resume": str(tmp_path / "run/checkpoint-2")}
-    first, second = ranks.run("tests.trainer.jobs:on_terminal", 2, job).values
-    stored = sum(path.stat().st_size for path in (tmp_path / "run/checkpoint-2").glob("*/*.safetensors"))
-    assert [line in first["text"] for line in ("saving checkpoint-2", "loading checkpoint-2")] == [True, True]
-    (to_write, written), (to_read, read) = first["bytes"]
+    (first, meters), (second, others) = run_on_ranks(ranks, 2, show_on_a_terminal, output_dir=tmp_path)
+    stored = sum(path.stat().st_size for path in (tmp_path / "whole/checkpoint-2").glob("*/*.safetensors"))
+    assert [line in first for line in ("saving checkpoint-2", "loading checkpoint-2")] == [True, True]
+    (to_write, written), (to_read, read) = meters
     assert 0 < to_write == written < stored
     assert 0 < to_read <= read
-    assert (second["bytes"], "checkpoint-2 \u2026" in second["text"]) == ([], False)
+    assert (others, "checkpoint-2 \u2026" in second) == ([], False)
 
 
 def test_a_save_beside_training_says_for_how_long_it_blocked() -> None:

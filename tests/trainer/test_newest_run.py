@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+import paddleformers_fc
+from paddleformers_fc.errors import Corrupt, MismatchError
 from paddleformers_fc.storage.commit import staging_directory
 from paddleformers_fc.storage.manifest import read_manifest
+from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.sealing import reseal
 from tests.harness.tiny import DP2, SINGLE, MatrixLayout
+from tests.trainer.jobs import flex_trainer, logged
 from tests.trainer.test_trainer import JOBS, settings
 from verification.forkserver import ForkServer, JobResult
 
@@ -126,38 +130,33 @@ def test_a_checkpoint_that_lacks_tensors_of_a_damaged_one_is_refused_after_it(
         assert "checkpoint-2" in found["text"]
 
 
+def use_what_a_load_left_undefined(whole: Path, damaged: Path, output_dir: Path) -> None:
+    arguments = {"max_steps": 3, "save_steps": 100}
+    trainer = flex_trainer(SINGLE.to_json(), str(output_dir), arguments)
+    with pytest.raises(Corrupt):
+        trainer.train(resume_from_checkpoint=str(damaged))
+    for use in (
+        trainer.train,
+        lambda: paddleformers_fc.save(output_dir / "saved", trainer.model),
+        lambda: trainer._save_checkpoint(trainer.model),
+    ):
+        with pytest.raises(MismatchError) as caught:
+            use()
+        assert caught.value.what == "The model's tensors are undefined: a load began to fill them and failed."
+    assert trainer.losses == []
+    trainer.train(resume_from_checkpoint=str(whole))
+    assert len(trainer.losses) == 1
+
+
 def test_a_model_that_a_load_left_undefined_is_neither_trained_nor_saved_until_it_is_loaded(
     ranks: ForkServer, saved: Path, tmp_path: Path
 ) -> None:
-    damaged = Path(shutil.copytree(saved / "checkpoint-2", tmp_path / "checkpoint-2"))
+    whole = saved / "checkpoint-2"
+    damaged = Path(shutil.copytree(whole, tmp_path / "checkpoint-2"))
     cut_into_small_blocks(damaged)
     flip(WEIGHTS, -1)(damaged)
-    given = {"output_dir": str(tmp_path / "out"), "damaged": str(damaged), "whole": str(saved / "checkpoint-2")}
-    (found,) = ranks.run(f"{JOBS}:undefined_until_loaded", 1, given).values
-    errors = found["errors"]
-    assert errors.pop("resumed").startswith("Corrupt")
-    assert set(errors) == {"trained", "saved", "saved by the Trainer"}
-    assert all(text == "MismatchError: " + UNDEFINED for text in errors.values()), errors
-    assert found["trained before"] == 0
-    assert len(found["losses"]) == 1
-
-
-UNDEFINED = "The model's tensors are undefined: a load began to fill them and failed."
-
-
-def test_every_fault_of_every_skipped_checkpoint_is_named(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
-    output_dir = tmp_path / "run"
-    shutil.copytree(saved, output_dir)
-    for step in (2, 3):
-        flip(WEIGHTS, -1)(output_dir / f"checkpoint-{step}")
-        flip("optimizer_state/rank-00000.safetensors", -1)(output_dir / f"checkpoint-{step}")
-    resumed = train(ranks, output_dir, DP2, True, flex_verify="full", save_steps=100)
-    assert [len(value["losses"]) for value in resumed.values] == [2, 2]
-    text = resumed.logs[0].read_text()
-    for step in (2, 3):
-        (line,) = [line for line in text.splitlines() if f"checkpoint-{step} fails verification" in line]
-        assert WEIGHTS in line
-        assert "optimizer_state/rank-00000.safetensors" in line
+    given = {"whole": whole, "damaged": damaged, "output_dir": tmp_path / "out"}
+    run_on_ranks(ranks, 1, use_what_a_load_left_undefined, **given)
 
 
 def test_where_all_are_damaged_the_run_stops_with_every_reason(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
@@ -225,36 +224,57 @@ def test_leftovers_that_the_next_save_does_not_delete_are_listed_in_the_log(
 EXCHANGES = ["opening checkpoint-3", "planning", "reading checkpoint-3"]
 
 
+def list_exchanges(output_dir: Path, resume: str | bool, arguments: dict[str, Any]) -> list[str]:
+    """Resume, and return what the ranks exchange from the beginning of the training to the end of the load."""
+    from paddleformers_fc import FlexCheckpointCallback
+    from paddleformers_fc.distributed.communicator import Communicator
+
+    doing: list[str] = []
+    loaded: list[list[str]] = []
+    gather = Communicator.gather
+
+    def noting(self: Any, what: str, *args: Any, **kwargs: Any) -> Any:
+        doing.append(what)
+        return gather(self, what, *args, **kwargs)
+
+    class NoteLoaded(FlexCheckpointCallback):
+        def on_checkpoint_loaded(self, *_: Any) -> None:
+            loaded.append([*doing])
+
+    trainer = flex_trainer(DP2.to_json(), str(output_dir), arguments, callbacks=[NoteLoaded()])
+    Communicator.gather = noting  # type: ignore[method-assign]
+    trainer.train(resume_from_checkpoint=resume)
+    Communicator.gather = gather  # type: ignore[method-assign]
+    return loaded[0]
+
+
 @pytest.mark.parametrize(
-    ("named", "found"), [(False, "looking for checkpoints"), (True, "reading the metadata of checkpoint-3")]
+    ("named", "new", "found"),
+    [(False, False, "looking for checkpoints"), (True, True, "reading the metadata of checkpoint-3")],
 )
-@pytest.mark.parametrize("new", [False, True], ids=["continued", "new run"])
 def test_a_resume_reads_metadata_once_and_makes_four_exchanges(
-    ranks: ForkServer, saved: Path, tmp_path: Path, named: bool, found: str, new: bool
+    ranks: ForkServer, saved: Path, tmp_path: Path, named: bool, new: bool, found: str
 ) -> None:
     output_dir = tmp_path / "run"
     shutil.copytree(saved, output_dir)
-    resume = output_dir / "checkpoint-3" if named else True
-    given = settings(DP2, output_dir, resume, max_steps=4, save_steps=100, ignore_load_lr_and_optim=new)
-    for exchanges in ranks.run(f"{JOBS}:list_exchanges", 2, given).values:
+    arguments = {"max_steps": 4, "save_steps": 100, "ignore_load_lr_and_optim": new}
+    given = {"output_dir": output_dir, "resume": str(output_dir / "checkpoint-3") if named else True}
+    for exchanges in run_on_ranks(ranks, 2, list_exchanges, **given, arguments=arguments):
         assert exchanges == ["checking the training", found, *EXCHANGES]
 
 
-def test_a_resume_with_a_local_tier_makes_four_exchanges(ranks: ForkServer, tmp_path: Path) -> None:
+@on_ranks(layout=DP2)
+def test_a_resume_with_a_local_tier_makes_four_exchanges_and_one_without_it_reports_it(
+    layout: MatrixLayout, tmp_path: Path
+) -> None:
     tier = {"flex_local_dir": str(tmp_path / "local"), "flex_local_steps": 1, "max_steps": 3}
-    assert train(ranks, tmp_path / "run", DP2, save_steps=2, **tier).ok
-    given = settings(DP2, tmp_path / "run", True, **{**tier, "max_steps": 4, "save_steps": 100})
-    for exchanges in ranks.run(f"{JOBS}:list_exchanges", 2, given).values:
-        assert exchanges == ["checking the training", "looking for checkpoints", *EXCHANGES]
-
-
-def test_a_local_tier_that_is_no_longer_named_is_reported(ranks: ForkServer, tmp_path: Path) -> None:
-    tier = {"flex_local_dir": str(tmp_path / "local"), "flex_local_steps": 1}
-    first = train(ranks, tmp_path / "run", **tier)
-    without = train(ranks, tmp_path / "run", resume=True, max_steps=4)
-    assert [result.ok for result in (first, without)] == [True, True]
-    said = [
-        f"has a local tier, {tmp_path / 'local'}, and flex_local_dir is not set" in one.logs[0].read_text()
-        for one in (first, without)
-    ]
-    assert said == [False, True]
+    run, forgotten = tmp_path / "run", f"has a local tier, {tmp_path / 'local'}, and flex_local_dir is not set"
+    with logged() as lines:
+        flex_trainer(layout.to_json(), str(run), {**tier, "save_steps": 2}).train()
+        exchanges = list_exchanges(run, True, {**tier, "max_steps": 4, "save_steps": 100})
+    assert exchanges == ["checking the training", "looking for checkpoints", *EXCHANGES]
+    assert not any(forgotten in line for line in lines)
+    without = flex_trainer(layout.to_json(), str(run), {"max_steps": 4})
+    with logged() as lines:
+        without.train(resume_from_checkpoint=True)
+    assert any(forgotten in line for line in lines) or without.args.process_index > 0

@@ -7,9 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
 from paddleformers_fc.cli.start_checks import checkpoint_to_resume
@@ -93,7 +91,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "sharding_io": {**OF_RANKS, "save_sharded_model": True},
     "canonical": {**OF_RANKS, "save_to_hf": True},
 }
-SHARDED = (DP2, SD2V1, SD2V2, SD2S2, SD2S3, TP2)
 
 
 # Paddle stores a tied weight under both names. Its states have the name that sorts first, which is not the owner's, and
@@ -101,12 +98,11 @@ SHARDED = (DP2, SD2V1, SD2V2, SD2S2, SD2S3, TP2)
 @pytest.mark.parametrize(
     ("way", "source", "target"),
     [
-        *((way, layout, layout) for way in ("paddle", "ranks", "sharding_io") for layout in (*SHARDED, PP2)),
-        *((way, layout, layout) for way in ("paddle", "sharding_io") for layout in (half(SD2S3), half(TP2))),
-        *((way, layout, layout) for way, layout in (("unified", SD2V1), ("unified", PP2), ("canonical", TP2))),
         pytest.param("paddle", DP2, PP2, marks=pytest.mark.chosen),
-        pytest.param("sharding_io", half(SD2V2), half(SD2V2), marks=pytest.mark.chosen),
-        ("ranks", half(SD2S3), half(SD2S3)),
+        *(("paddle", layout, layout) for layout in (SD2V1, SD2S2, half(SD2S3), PP2)),
+        *(("ranks", layout, layout) for layout in (DP2, SD2V2, half(SD2S3), TP2)),
+        *(("sharding_io", layout, layout) for layout in (half(SD2V2), SD2S2, half(TP2))),
+        *((way, layout, layout) for way, layout in (("unified", SD2V1), ("unified", PP2), ("canonical", TP2))),
         ("paddle", PP2, TP2),
         ("ranks", half(TP2), half(TP2PP2)),
     ],
@@ -127,8 +123,8 @@ def test_a_tied_run_resumes_every_stock_checkpoint_with_its_losses(
 
 @pytest.mark.parametrize(
     ("source", "target", "arguments", "named"),
-    [(TP2, PP2, {}, True), (TP2, PP2, {}, False), (SD2V2, SINGLE, {"save_sharded_model": True}, True)],
-    ids=["files of tensor-parallel ranks", "the newest of them", "sharding_io"],
+    [(TP2, PP2, {}, False), (SD2V2, SINGLE, {"save_sharded_model": True}, True)],
+    ids=["files of tensor-parallel ranks", "sharding_io"],
 )
 def test_files_of_ranks_without_a_configuration_are_read_under_that_of_the_live_model(
     ranks: ForkServer,
@@ -184,9 +180,8 @@ def test_the_newest_stock_checkpoint_is_resumed_with_a_notice_and_a_converted_on
     ("source", "target", "tied"),
     [
         pytest.param(TP2, TP2, False, marks=pytest.mark.chosen),
-        (half(SD2V2), half(SD2V2), False),
-        *((layout, layout, True) for layout in (DP2, TP2, SD2V1, half(SD2V2), SD2S3, PP2)),
-        pytest.param(DP2, PP2, True, marks=pytest.mark.chosen),
+        *((layout, layout, True) for layout in (SD2V1, half(SD2V2), SD2S3, PP2)),
+        (DP2, PP2, True),
         (PP2, TP2, True),
     ],
     ids=lambda one: one.name if isinstance(one, MatrixLayout) else ("tied" if one else ""),
@@ -220,25 +215,4 @@ def test_a_checkpoint_without_its_optimizer_states_is_refused_and_a_converted_on
         assert "missing: optimizer_state" in refused["error"]
         assert "ignore_load_lr_and_optim: true" in refused["error"]
     begun = train(ranks, SINGLE, tmp_path / "new", True, str(stock), ignore_load_lr_and_optim=True, max_steps=1)
-    assert begun.values[0]["step"] == 1
-
-
-def test_powers_of_betas_that_no_step_makes_are_refused_by_a_resume_and_not_by_a_start_from_the_weights(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    train(ranks, SINGLE, tmp_path / "stock", False, **UNIFIED, max_steps=3)
-    stock = tmp_path / "stock/checkpoint-3"
-    (file,) = stock.glob("optimizer*.safetensors")
-    arrays = load_file(file)
-    power = next(name for name in arrays if name.endswith("/beta1_pow_acc_0"))
-    save_file({**arrays, power: np.full_like(arrays[power], np.inf)}, file, {"format": "np"})
-    given = {"layout": SINGLE.to_json(), "output_dir": str(tmp_path / "ours"), "arguments": SIX, "ours": True}
-    (refused,) = ranks.run("tests.corruption.jobs:train", 1, {**given, "resume": str(stock)}).values
-    assert refused["error"].startswith("Corrupt"), refused
-    assert "powers of Adam's betas outside of 0 to 1: 1 number" in refused["error"]
-    listed = output_facts(tmp_path / "stock")
-    assert listed is not None
-    assert "powers of Adam's betas" in listed.checkpoints[0].fault
-    begun = train(ranks, SINGLE, tmp_path / "new", True, str(stock), ignore_load_lr_and_optim=True, max_steps=1)
-    assert begun.values[0] is not None
     assert begun.values[0]["step"] == 1

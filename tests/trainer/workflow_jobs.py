@@ -65,24 +65,6 @@ def _key(batch: Mapping[str, Any]) -> bytes:
     return np.asarray(tokens.numpy() if hasattr(tokens, "numpy") else tokens, "int64").tobytes()
 
 
-def refused_updates() -> list[str]:
-    """The errors of Trainers whose scripts configure preference training with, without and before updates."""
-    from types import SimpleNamespace
-
-    from paddleformers_fc.errors import OptionError
-    from paddleformers_fc.trainer import reference
-
-    def refused(**trainer: Any) -> str:
-        try:
-            reference.refuse_updates(SimpleNamespace(**trainer))
-        except OptionError as error:
-            return error.render()
-        return ""
-
-    configs = [SimpleNamespace(ref_model_update_steps=every) for every in (2, -1)]
-    return [*(refused(dpo_config=one) for one in configs), refused()]
-
-
 def write_indexed(prefix: str, model: str, corpus: str) -> None:
     """Write a corpus of JSON lines as the indexed files that ``dataset_type: pretrain`` reads."""
     import json
