@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import tiny
-from tests.trainer.jobs import run
 
 
 def _methods() -> dict[str, int]:
@@ -60,16 +59,6 @@ def run_native(way: str, output_dir: str, layout: Mapping[str, Any]) -> dict[str
     trainer.save_model(str(Path(output_dir) / "final"))
     files = sorted(path.relative_to(output_dir).as_posix() for path in Path(output_dir).rglob("*") if path.is_file())
     return {"losses": trainer.losses, "files": [name for name in files if not name.startswith("runs/")]}
-
-
-def run_installed(resume: str | bool | None = None, **settings: Any) -> dict[str, Any]:
-    """Train with the stock Trainer class after ``install()``."""
-    from paddleformers.trainer import Trainer
-
-    from paddleformers_fc import install
-
-    install()
-    return run(resume, **settings, cls=Trainer)
 
 
 def parse_after_registration(path: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from tests.harness import tiny
@@ -32,10 +31,8 @@ def run(
     return _hop(built, lambda tokens: built(input_ids=tokens, labels=tokens)[0], target, source, {}, {})
 
 
-def list_exchanges(
-    layout: Mapping[str, Any], output_dir: str, target: str, source: str, kind: str | None = None
-) -> list[str]:
-    """What the ranks exchange in the load of :func:`run`, or of :func:`run_plain` with a kind."""
+def list_exchanges(layout: Mapping[str, Any], output_dir: str, target: str, source: str) -> list[str]:
+    """What the ranks exchange in the load of :func:`run_plain`."""
     from paddleformers_fc.distributed.communicator import Communicator
 
     doing: list[str] = []
@@ -46,8 +43,7 @@ def list_exchanges(
         return gather(self, what, *args, **kwargs)
 
     Communicator.gather = noting  # type: ignore[method-assign]
-    job = run if kind is None else partial(run_plain, kind)
-    assert not job(layout, output_dir, target, source)
+    assert not run_plain("mlp", layout, output_dir, target, source)
     return doing[: doing.index("checking the arguments of a save")]
 
 
@@ -114,20 +110,6 @@ def fused_rules(before: int, now: int) -> Any:
             Rule((bias,), (bias,), (8,), 0, (0,)),
         ),
     )
-
-
-def refuse(output_dir: str) -> str:
-    """The error of arguments that contradict each other."""
-    import paddle
-
-    import paddleformers_fc
-    from paddleformers_fc.errors import OptionError
-
-    try:
-        paddleformers_fc.save(output_dir, paddle.nn.Linear(2, 2), family="llama", mapping=fused_rules(1, 1))
-    except OptionError as error:
-        return error.what
-    return ""
 
 
 def refuse_on_the_last_rank(output_dir: str) -> dict[str, str]:

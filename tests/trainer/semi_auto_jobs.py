@@ -111,31 +111,9 @@ def whole(source: str, target: str, model_type: str = "llama") -> None:
     np.savez(target, **{name: one.local_tensor.numpy() for role in roles.values() for name, one in role.items()})
 
 
-def load_weights(source: str, weights: str, scheme: str) -> list[str]:
-    """Load the weights of a checkpoint and those of open weights; the names of local values that differ.
-
-    Args:
-        source: a checkpoint.
-        weights: a directory of open weights.
-        scheme: a name of :data:`SCHEMES`.
-    """
-    import paddleformers_fc
-
-    model, other = semi_auto(scheme), semi_auto(scheme)
-    for one in (model, other):
-        for tensor in one.state_dict().values():
-            tensor._local_value().fill_(7.0)
-    paddleformers_fc.load(model.state_dict(), source)
-    paddleformers_fc.load(other.state_dict(), weights)
-    pairs = zip(model.state_dict().items(), other.state_dict().values(), strict=True)
-    return [
-        name
-        for (name, one), two in pairs
-        if one._local_value().numpy().tobytes() != two._local_value().numpy().tobytes()
-    ]
-
-
-def load(source: str, expected: str, scheme: str, target: str | None = None, model_type: str = "llama") -> list[Any]:
+def load(
+    source: str, expected: str, scheme: str, target: str, model_type: str = "llama", weights: str | None = None
+) -> list[Any]:
     """Load a state dict of ``DistTensors``; the number of local values, and those that differ from Paddle's own shards.
 
     Args:
@@ -144,6 +122,7 @@ def load(source: str, expected: str, scheme: str, target: str | None = None, mod
         expected: what :func:`whole` has written of it.
         scheme: a name of :data:`SCHEMES`.
         target: where to save the state dict afterwards.
+        weights: a directory of open weights, which are loaded once more.
     """
     import numpy as np
     import paddle
@@ -170,75 +149,15 @@ def load(source: str, expected: str, scheme: str, target: str | None = None, mod
         count += 1
         if own._local_value().numpy().tobytes() != tensor._local_value().numpy().tobytes():
             wrong.append(name)
-    if target is not None:
-        paddleformers_fc.save(state_dict, target, step=1, config=model.config)
+    paddleformers_fc.save(state_dict, target, step=1, config=model.config)
+    if weights is not None:
+        mine = {name: one for name, one in model.state_dict().items() if one._is_initialized()}
+        before = {name: one._local_value().numpy() for name, one in mine.items()}
+        for tensor in mine.values():
+            tensor._local_value().fill_(7.0)
+        paddleformers_fc.load(model.state_dict(), weights)
+        wrong += [name for name, one in mine.items() if (one._local_value().numpy() != before[name]).any()]
     return [count, wrong]
-
-
-def refused(output_dir: str) -> dict[str, str]:
-    """The errors of state dicts that are not supported, by case."""
-    import paddle
-    import paddle.distributed as dist
-
-    import paddleformers_fc
-    from paddleformers_fc.errors import FlexError
-
-    dist.init_parallel_env()
-    mesh = dist.ProcessMesh([0, 1])
-    part = dist.auto_parallel.api.dtensor_from_local(paddle.ones([2, 4]), mesh, [dist.Partial()])
-    cut = dist.shard_tensor(paddle.ones([8, 4]), mesh, [dist.Shard(0, split_factor=2)])
-    good = dist.shard_tensor(paddle.ones([8, 4]), mesh, [dist.Shard(0)])
-    local = paddle.ones([2, 2])
-    local.is_distributed = True
-    cases = {
-        "partial": {"w": part},
-        "split": {"w": cut},
-        "orphan": {"w": good, "linear_0.w_0.dist_moment1_0": good},
-        "twice": {"model": {"w": good}, "other": {"w": good}},
-        "number": {"w": good, "epoch": 3},
-        "local": {"w": local},
-    }
-    found = {}
-    for case, state_dict in cases.items():
-        try:
-            paddleformers_fc.save(state_dict, f"{output_dir}/{case}/checkpoint-1")
-        except FlexError as error:
-            found[case] = error.render()
-    return found
-
-
-def by_name(target: str, again: str) -> list[Any]:
-    """Save tensors by name, load them under other placements, and save them again; what the second load has left.
-
-    Args:
-        target: the checkpoint of the first save.
-        again: that of the second.
-    """
-    import numpy as np
-    import paddle
-    import paddle.distributed as dist
-
-    import paddleformers_fc
-
-    dist.init_parallel_env()
-    mesh = dist.ProcessMesh([0, 1])
-    values = {"a": np.arange(21, dtype="float32").reshape(7, 3), "b": np.arange(5, dtype="float32"), "c": np.ones(1)}
-
-    def placed(zero: bool, **axes: int) -> dict[str, Any]:
-        return {
-            name: dist.shard_tensor(
-                paddle.to_tensor(value * (not zero)),
-                mesh,
-                [dist.Shard(axes[name])] if name in axes else [dist.Replicate()],
-            )
-            for name, value in values.items()
-        }
-
-    paddleformers_fc.save({"model": placed(False, a=0, b=0)}, target, step=1)
-    other = placed(True, a=1)
-    report = paddleformers_fc.load(other, target)
-    paddleformers_fc.save(again, other, step=1)
-    return [list(report.fresh), [tensor._local_value().numpy().tolist() for tensor in other.values()]]
 
 
 def batches(output_dir: str, target: str, steps: int) -> None:
@@ -394,16 +313,3 @@ def run_trainer(
     trainer.train(resume_from_checkpoint=resume)
     losses: list[float] = trainer.losses
     return losses
-
-
-def refuse_option(output_dir: str, arguments: Mapping[str, Any]) -> str:
-    """The error of an option beside the semi-automatic mode."""
-    from paddleformers_fc import FlexTrainingArguments
-    from paddleformers_fc.errors import OptionError
-
-    given = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "enable_auto_parallel": True, **arguments}
-    try:
-        tiny.training_arguments(tiny.SINGLE, output_dir, **given)
-    except OptionError as error:
-        return error.render()
-    return ""

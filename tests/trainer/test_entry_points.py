@@ -19,8 +19,8 @@ from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer.register import PATH
 from tests.harness.limits import LIMIT
 from tests.harness.on_ranks import on_ranks
-from tests.harness.tiny import SINGLE
-from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
+from tests.harness.tiny import SINGLE, MatrixLayout
+from tests.trainer.jobs import flex_trainer, outcome, train_and_resume
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
@@ -95,14 +95,20 @@ def test_without_flex_checkpoint_every_way_in_is_paddleformers_own(ranks: ForkSe
     assert outcomes[1:] == outcomes[:1] * 2
 
 
-def test_the_stock_trainer_saves_and_resumes_once_installed(ranks: ForkServer, tmp_path: Path) -> None:
-    whole = ranks.run(f"{ENTRY}:run_installed", 1, settings(SINGLE, tmp_path, **SIX_STEPS)).values[0]
-    resume = tmp_path / "checkpoint-3"
-    assert read_manifest(resume).step == 3
-    resumed = ranks.run(f"{ENTRY}:run_installed", 1, settings(SINGLE, tmp_path / "a", resume, **SIX_STEPS)).values[0]
-    assert resumed == {**whole, "losses": whole["losses"][3:]}
-    subclass = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path / "b", resume, **SIX_STEPS)).values[0]
-    assert subclass == resumed
+@on_ranks(layout=SINGLE)
+def test_the_stock_trainer_saves_and_resumes_once_installed(layout: MatrixLayout, tmp_path: Path) -> None:
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc import install
+
+    install()
+    given = {"layout": layout.to_json(), "arguments": {"max_steps": 4, "save_steps": 2}}
+    whole, resumed = train_and_resume(str(tmp_path), [2], cls=Trainer, **given)
+    assert read_manifest(tmp_path / "whole" / "checkpoint-2").step == 2
+    assert resumed == {**whole, "losses": whole["losses"][2:]}
+    subclass = flex_trainer(output_dir=str(tmp_path / "subclass"), **given)
+    subclass.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert outcome(subclass) == resumed
 
 
 def test_the_path_of_the_registration_file_is_printed() -> None:
@@ -267,30 +273,9 @@ def test_the_command_line_resumes_preference_training_from_the_checkpoint_that_i
     whole = losses(train_by_workers(ranks, write_yaml(corpus, tmp_path / "out", **keys)))
     assert len(whole) == 4
     named = str(tmp_path / "out" / "checkpoint-2")
-    again = write_yaml(corpus, tmp_path / "elsewhere", **keys, resume_from_checkpoint=named)
-    assert losses(train_by_workers(ranks, again)) == whole[2:]
-    # In the directory with a newer one, too, which PaddleFormers would take.
+    # In the directory with a newer one, which PaddleFormers would take.
     again = write_yaml(corpus, tmp_path / "out", **keys, resume_from_checkpoint=named)
     assert losses(train_by_workers(ranks, again)) == whole[2:]
-
-
-def test_the_command_line_is_not_misled_by_an_unfinished_directory(
-    ranks: ForkServer, corpus: Path, tmp_path: Path
-) -> None:
-    whole = losses(train_by_workers(ranks, write_yaml(corpus, tmp_path / "whole")))
-    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
-    log = train_by_workers(ranks, write_yaml(corpus, tmp_path / "out"))
-    assert losses(log) == whole
-    assert "checkpoint-2 cannot be resumed and is skipped" in log
-
-
-def test_the_command_line_refuses_a_contradiction_by_both_keys(ranks: ForkServer, corpus: Path, tmp_path: Path) -> None:
-    path = write_yaml(corpus, tmp_path / "out", save_checkpoint_format="unified_checkpoint")
-    result = ranks.attempt(f"{ENTRY}:run_command_line", 1, {"yaml": str(path)})
-    assert not result.ok
-    text = result.logs[0].read_text()
-    assert "flex_checkpoint: true and save_checkpoint_format: unified_checkpoint" in text
-    assert not list(tmp_path.glob("out/checkpoint-*"))
 
 
 @on_ranks(2)
@@ -307,6 +292,10 @@ def test_keys_that_cannot_be_meant_are_refused_before_a_process_group() -> None:
         ("flex_verfy: 1", "flex_verfy: is flex_verify meant?"),
         ("save_stps: 1", "save_stps: is save_steps meant?"),
         ("learning_rate: 5e-3", "learning_rate: '5e-3' is not a number"),
+        (
+            "save_checkpoint_format: unified_checkpoint",
+            "flex_checkpoint: true and save_checkpoint_format: unified_checkpoint",
+        ),
     ):
         keys = {"flex_checkpoint": True, "output_dir": "out", **yaml.safe_load(text)}
         with pytest.raises(OptionError) as caught:

@@ -16,7 +16,7 @@ from tests.cli.support import run as run_command
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import PP2, SINGLE, TP2, MatrixLayout
-from tests.trainer.jobs import weights_of
+from tests.trainer.jobs import logged, weights_of
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
@@ -175,6 +175,8 @@ def test_a_checkpoint_is_verified_and_exported_without_its_class(ranks: ForkServ
     assert started[down] == exported[down].T.tobytes().hex()
 
 
+# In make test: test_a_checkpoint_has_the_canonical_tensors_of_the_declared_class.
+@pytest.mark.slow
 def test_experts_and_fused_layers_of_another_class_agree_with_its_family(ranks: ForkServer, tmp_path: Path) -> None:
     for methods in ("declared", "of the class"):
         train(ranks, methods, TP2, tmp_path / methods, model_type="ernie4_5_moe", max_steps=1, save_steps=1)
@@ -190,45 +192,27 @@ def test_statements_of_one_direction_are_inverted(ranks: ForkServer, tmp_path: P
     assert resumed == pytest.approx(losses[3:], abs=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("methods", "lora", "reason"),
-    [
+@on_ranks(layout=SINGLE)
+def test_statements_are_stated_in_the_log_or_refused_before_training(layout: MatrixLayout, tmp_path: Path) -> None:
+    from paddleformers_fc import FlexTrainer
+
+    args = flex_arguments(layout, tmp_path)
+    for methods, lora, reason in (
         ("none", False, "No family declares model_type 'abacus'."),
         ("failing", False, "KeyError: 'hidden_sizes'"),
         ("not inverse", False, "`blocks.$LAYER_ID.q` matches no tensor of the left side"),
         ("of the class", True, "No family declares model_type 'abacus'."),
-    ],
-)
-@on_ranks(layout=SINGLE)
-def test_statements_that_cannot_be_used_are_refused_before_training(
-    layout: MatrixLayout, tmp_path: Path, methods: str, lora: bool, reason: str
-) -> None:
-    from paddleformers_fc import FlexTrainer
-
-    args = flex_arguments(layout, tmp_path)
-    model = build(layout, args, methods)
-    with pytest.raises(FlexError) as refused:
-        tiny.trainer(tiny.adapted(model) if lora else model, args, cls=FlexTrainer)
-    assert reason in refused.value.render()
-
-
-@pytest.mark.parametrize(
-    ("methods", "ways"), [("of the class", "in both directions"), ("generated", "and their inversion")]
-)
-@on_ranks(layout=SINGLE)
-def test_the_log_states_which_statements_are_used(
-    layout: MatrixLayout, tmp_path: Path, methods: str, ways: str
-) -> None:
-    from paddleformers_fc import FlexTrainer
-    from paddleformers_fc.trainer.library import logger
-
-    lines: list[str] = []
-    logger.info, info = lines.append, logger.info
-    args = flex_arguments(layout, tmp_path)
-    tiny.trainer(build(layout, args, methods), args, cls=FlexTrainer)
-    logger.info = info
-    (line,) = [line for line in lines if "No family declares" in str(line)]
-    assert f"'abacus'. The AOA statements of Abacus are used {ways}: 35 tensors, 35 rules, proved." in line
+    ):
+        model = build(layout, args, methods)
+        model = tiny.adapted(model) if lora else model
+        with pytest.raises(FlexError) as refused:
+            tiny.trainer(model, args, cls=FlexTrainer)
+        assert reason in refused.value.render()
+    for methods, ways in (("of the class", "in both directions"), ("generated", "and their inversion")):
+        with logged() as lines:
+            tiny.trainer(build(layout, args, methods), args, cls=FlexTrainer)
+        (line,) = [line for line in lines if "No family declares" in line]
+        assert f"'abacus'. The AOA statements of Abacus are used {ways}: 35 tensors, 35 rules, proved." in line
 
 
 def test_a_loop_without_a_trainer_uses_them_as_well(ranks: ForkServer, tmp_path: Path) -> None:
