@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from tests.harness import tiny
 
 
-def _methods() -> dict[str, int]:
+def methods() -> dict[str, int]:
     from paddle.nn import Layer
     from paddleformers.peft import LoRAModel
     from paddleformers.trainer import PdArgumentParser, Trainer, TrainingArguments
@@ -21,12 +20,12 @@ def _methods() -> dict[str, int]:
     return {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items()}
 
 
-def replaced_methods() -> dict[str, list[str]]:
+def replacedmethods() -> dict[str, list[str]]:
     """Which methods of PaddleFormers are others after importing, installing and detaching."""
-    before = _methods()
+    before = methods()
 
     def changed() -> list[str]:
-        return sorted(name for name, value in _methods().items() if before.get(name) != value)
+        return sorted(name for name, value in methods().items() if before.get(name) != value)
 
     from paddleformers_fc.trainer import entry
 
@@ -59,30 +58,6 @@ def run_native(way: str, output_dir: str, layout: Mapping[str, Any]) -> dict[str
     trainer.save_model(str(Path(output_dir) / "final"))
     files = sorted(path.relative_to(output_dir).as_posix() for path in Path(output_dir).rglob("*") if path.is_file())
     return {"losses": trainer.losses, "files": [name for name in files if not name.startswith("runs/")]}
-
-
-def parse_after_registration(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse as the command line does: the parser is made, the registration file is run by its path, then the YAML."""
-    from paddleformers.cli.hparams import FinetuningArguments
-    from paddleformers.trainer import PdArgumentParser
-
-    parser = PdArgumentParser([FinetuningArguments])
-    spec = importlib.util.spec_from_file_location("custom_template", path)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    parsed, unknown = parser.parse_dict(dict(values), return_unknown_ars=True)
-    from_argv, *_ = PdArgumentParser([FinetuningArguments]).parse_args_into_dataclasses(
-        ["--output_dir", values["output_dir"], "--compute_type", "float32", "--amp_master_grad", "false"]
-        + ["--device", "cpu", "--flex_checkpoint", "true", "--flex_threads", "3"]
-    )
-    return {
-        "unknown": sorted(unknown),
-        "is_finetuning": isinstance(parsed, FinetuningArguments),
-        "flex_checkpoint": parsed.flex_checkpoint,
-        "flex_threads": parsed.flex_threads,
-        "from_argv": [from_argv.flex_checkpoint, from_argv.flex_threads],
-    }
 
 
 def write_corpus(directory: str, text: str) -> None:
@@ -119,19 +94,6 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
-
-
-def missing_names(names: Sequence[str]) -> dict[str, str]:
-    """Evaluate dotted names after ``import paddleformers_fc`` alone; the errors."""
-    import paddleformers_fc
-
-    errors = {}
-    for name in names:
-        try:
-            eval(name, {"paddleformers_fc": paddleformers_fc})
-        except Exception as error:
-            errors[name] = f"{type(error).__name__}: {error}"
-    return errors
 
 
 def run_command_line(yaml: str) -> None:

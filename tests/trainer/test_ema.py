@@ -17,6 +17,7 @@ from paddleformers_fc.storage.block_checksums import digest_of
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.trainer.jobs import flex_trainer, logged
+from tests.trainer.test_trainer import bf16 as half
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
@@ -26,11 +27,6 @@ DECAY = 0.9
 EVERY_STEP = {"max_steps": 6, "save_steps": 1, "logging_steps": 1}
 AVERAGE = {"flex_ema_decay": DECAY}
 UNSAVED = {"save_steps": 100}
-
-
-def half(layout: MatrixLayout) -> MatrixLayout:
-    """The same layout with bfloat16 weights and float32 master weights."""
-    return replace(layout, name=f"{layout.name}-bf16", bf16=True)
 
 
 def run(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, job: str = "run", **given: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -54,13 +55,16 @@ def test_a_name_that_the_facade_does_not_have_is_an_attribute_error() -> None:
         _ = paddleformers_fc.FlexTrainers
 
 
-def test_every_name_in_the_readme_and_the_training_page_can_be_imported(bare_ranks: ForkServer) -> None:
+@on_ranks(1, server="bare_ranks")
+def test_every_name_in_the_readme_and_the_training_page_can_be_imported() -> None:
+    import paddleformers_fc
+
     text = (ROOT / "README.md").read_text() + (ROOT / "docs/training.md").read_text()
     imported = [f"paddleformers_fc.{name}" for line in IMPORTS.findall(text) for name in line.split(", ")]
     names = sorted({*imported, *re.findall(r"paddleformers_fc(?:\.[A-Za-z_]+)+", text)})
     assert {"paddleformers_fc.FlexTrainerMixin", "paddleformers_fc.cpu_runtime"} <= set(names)
-    (missing,) = bare_ranks.run(f"{ENTRY}:missing_names", 1, {"names": names}).values
-    assert missing == {}
+    for name in names:
+        eval(name, {"paddleformers_fc": paddleformers_fc})
 
 
 def test_the_script_of_the_recipes_trains_on_two_ranks_and_resumes_on_one(ranks: ForkServer, tmp_path: Path) -> None:
@@ -118,23 +122,23 @@ def test_the_path_of_the_registration_file_is_printed() -> None:
     assert PATH.is_file()
 
 
-def test_the_stock_parser_accepts_our_keys_once_the_file_has_run(ranks: ForkServer, tmp_path: Path) -> None:
-    values = {
-        "output_dir": str(tmp_path),
-        "device": "cpu",
-        "compute_type": "float32",
-        "amp_master_grad": False,
-        "flex_checkpoint": True,
-        "flex_threads": 2,
-    }
-    (found,) = ranks.run(f"{ENTRY}:parse_after_registration", 1, {"path": str(PATH), "values": values}).values
-    assert found == {
-        "unknown": [],
-        "is_finetuning": True,
-        "flex_checkpoint": True,
-        "flex_threads": 2,
-        "from_argv": [True, 3],
-    }
+@on_ranks(1)
+def test_the_stock_parser_accepts_our_keys_once_the_file_has_run(tmp_path: Path) -> None:
+    """The command line makes the parser, runs the registration file by its path, and parses the YAML."""
+    from paddleformers.cli.hparams import FinetuningArguments
+    from paddleformers.trainer import PdArgumentParser
+
+    parser = PdArgumentParser([FinetuningArguments])
+    runpy.run_path(str(PATH))
+    values = {"output_dir": str(tmp_path), "device": "cpu", "compute_type": "float32", "amp_master_grad": False}
+    given = {**values, "flex_checkpoint": True, "flex_threads": 2}
+    parsed, unknown = parser.parse_dict(given, return_unknown_ars=True)
+    assert (unknown, isinstance(parsed, FinetuningArguments)) == ({}, True)
+    assert (parsed.flex_checkpoint, parsed.flex_threads) == (True, 2)
+    argv = [word for key, value in {**given, "flex_threads": 3}.items() for word in (f"--{key}", str(value).lower())]
+    argv[1] = str(tmp_path)
+    (from_argv, *_) = PdArgumentParser([FinetuningArguments]).parse_args_into_dataclasses(argv)
+    assert (from_argv.flex_checkpoint, from_argv.flex_threads) == (True, 3)
 
 
 # ---- The stock command line.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,10 @@ from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.output_directory import output_facts
 from paddleformers_fc.trainer.resume import newest_of_other_formats
 from tests.harness.tiny import DP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2PP2, MatrixLayout
+from tests.trainer.test_trainer import bf16 as half
 from verification.forkserver import ForkServer, JobResult
 
 SIX: dict[str, Any] = {"max_steps": 6, "save_steps": 3}
-
-
-def half(layout: MatrixLayout) -> MatrixLayout:
-    return dataclasses.replace(layout, name=f"{layout.name}-bf16", bf16=True)
 
 
 def train(

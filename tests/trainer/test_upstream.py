@@ -29,10 +29,11 @@ from paddleformers_fc.upstream.hooks import (
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import DP2, SINGLE, MatrixLayout
+from tests.trainer.entry_jobs import methods
 from tests.trainer.jobs import flex_trainer, logged
 from tests.trainer.test_entry_points import ROOT
 from tests.trainer.test_options import DEVELOPMENT_KEYS
-from tests.trainer.upstream_jobs import goes_around
+from tests.trainer.upstream_jobs import goes_around, without
 from verification.forkserver import ForkServer
 
 JOBS = "tests.trainer.upstream_jobs"
@@ -54,19 +55,44 @@ def test_every_hook_that_is_renamed_or_changed_is_reported(bare_ranks: ForkServe
         assert (found["left"], found["replaced"]) == ([], [])
 
 
-def test_one_error_lists_every_difference_and_every_unknown_version(ranks: ForkServer, tmp_path: Path) -> None:
-    (evidence,) = ranks.run(f"{JOBS}:two_differences", 1, {"output_dir": str(tmp_path)}).values
+@on_ranks(1)
+def test_one_error_lists_every_difference_and_every_unknown_version(tmp_path: Path) -> None:
+    import paddle
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc import FlexTrainingArguments
+
+    paddle.__version__ = "3.3.2"
+    flags = {"flex_checkpoint": True, "flex_unknown_versions": "warn"}
+    with (
+        without(Trainer, "_save_checkpoint"),
+        without(Trainer, "_load_rng_state"),
+        pytest.raises(EnvironmentMismatch) as caught,
+    ):
+        tiny.training_arguments(SINGLE, str(tmp_path), cls=FlexTrainingArguments, **flags)
     trainer = "paddleformers.trainer.trainer:Trainer"
-    assert evidence == [
+    assert list(caught.value.evidence) == [
         "paddle 3.3.2 is installed; the known version is paddle 3.3.1",
         f"{trainer}._load_rng_state is missing",
         f"{trainer}._save_checkpoint is missing",
     ]
 
 
-def test_an_installation_that_breaks_off_puts_everything_back(ranks: ForkServer) -> None:
-    (found,) = ranks.run(f"{JOBS}:install_breaks_off", 1).values
-    assert found == {"error": "'broken off'", "changed": []}
+@on_ranks(1)
+def test_an_installation_that_breaks_off_puts_everything_back() -> None:
+    from paddleformers_fc.trainer import entry
+
+    rows = entry._replaced_in_parser
+
+    def broken_off() -> Any:
+        yield from rows()
+        raise KeyError("broken off")
+
+    before = methods()
+    entry._replaced_in_parser = broken_off
+    with pytest.raises(KeyError, match="broken off"):
+        entry.install()
+    assert methods() == before
 
 
 def _sources(*packages: str) -> Iterator[tuple[Path, ast.Module]]:

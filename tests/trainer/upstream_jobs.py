@@ -10,7 +10,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from paddleformers_fc import upstream
-from paddleformers_fc.errors import EnvironmentMismatch, FlexError
+from paddleformers_fc.errors import FlexError
 from paddleformers_fc.upstream.hooks import COMMAND_LINES, CPU_RUNTIMES, PADDLEFORMERS, TRAINERS, Hook
 from tests.harness import tiny
 
@@ -33,7 +33,7 @@ def _owner(module: str, path: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def _without(owner: Any, name: str) -> Iterator[None]:
+def without(owner: Any, name: str) -> Iterator[None]:
     """A block in which ``owner`` has this attribute under another name."""
     original = vars(owner)[name]
     # An enumeration has its members twice, and lets them be deleted and set only so.
@@ -93,7 +93,7 @@ def _without_member(owner: Any, name: str) -> Iterator[None]:
     try:
         with contextlib.ExitStack() as stack:
             for holder in holders:
-                stack.enter_context(_without(holder, name))
+                stack.enter_context(without(holder, name))
             yield
     finally:
         if field is not None:
@@ -112,7 +112,7 @@ def _changes(hook: Hook) -> Iterator[Change]:
         found = getattr(owner, name)
         # Where a class inherits another one of that name, the error says how that differs.
         if hook.place != "paddle:Tensor":  # Paddle cannot be asked anything without it.
-            yield f"{hook.place} ", lambda: _without(owner, name)
+            yield f"{hook.place} ", lambda: without(owner, name)
         if hook.signature:
             yield f"{hook.place} has the parameters (self, *, renamed=0)", lambda: _with_another_signature(owner, name)
     function = upstream._function(found)
@@ -200,44 +200,6 @@ def _replaced() -> list[str]:
     return sorted(name for _, name in entry._originals)
 
 
-def two_differences(output_dir: str) -> list[str]:
-    """Rename two hooks in a Paddle of another version, and make arguments; the evidence."""
-    import paddle
-    from paddleformers.trainer import Trainer
-
-    from paddleformers_fc import FlexTrainingArguments
-
-    paddle.__version__ = "3.3.2"
-    with _without(Trainer, "_save_checkpoint"), _without(Trainer, "_load_rng_state"):
-        try:
-            tiny.training_arguments(
-                tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True, flex_unknown_versions="warn"
-            )
-        except EnvironmentMismatch as error:
-            return list(error.evidence)
-    return []
-
-
-def install_breaks_off() -> dict[str, Any]:
-    """Install where the last of the replacements fails; the error, and which methods are others afterwards."""
-    from paddleformers_fc.trainer import entry
-    from tests.trainer.entry_jobs import _methods
-
-    rows = entry._replaced_in_parser
-
-    def broken_off() -> Any:
-        yield from rows()
-        raise KeyError("broken off")
-
-    before = _methods()
-    entry._replaced_in_parser = broken_off
-    try:
-        entry.install()
-    except KeyError as error:
-        return {"error": str(error), "changed": [name for name, value in _methods().items() if before[name] != value]}
-    return {}
-
-
 # ---- Trainers that go around the replaced methods.
 
 
@@ -279,7 +241,7 @@ def train_with_a_renamed_method(layout: Mapping[str, Any], output_dir: str, name
 
     from paddleformers_fc import FlexTrainingArguments
 
-    with _without(Trainer, name):
+    with without(Trainer, name):
         try:
             args = tiny.training_arguments(
                 layout, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True, max_steps=2, save_steps=1
@@ -296,5 +258,5 @@ def command_line_with_a_renamed_method(yaml: str, name: str) -> None:
 
     from tests.trainer.entry_jobs import run_command_line
 
-    with _without(Trainer, name):
+    with without(Trainer, name):
         run_command_line(yaml)
