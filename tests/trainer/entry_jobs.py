@@ -96,6 +96,19 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
+def missing_names(names: Sequence[str]) -> dict[str, str]:
+    """Evaluate dotted names after ``import paddleformers_fc`` alone; the errors."""
+    import paddleformers_fc
+
+    errors = {}
+    for name in names:
+        try:
+            eval(name, {"paddleformers_fc": paddleformers_fc})
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
+
+
 def run_command_line(yaml: str) -> None:
     """What ``paddleformers-cli train`` runs in each of its workers."""
     import sys

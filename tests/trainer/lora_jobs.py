@@ -152,38 +152,3 @@ def read_by_paddleformers(output_dir: str, base: str, adapters: str, resume: str
     read = LoRAModel.from_pretrained(from_files(base, layout, args), adapters)
     expected = weights_of(trainer.model)
     return {"equal": weights_of(read) == expected, "initially": initial == expected}
-
-
-def load_adapters(output_dir: str, base: str, directory: str, **settings: Any) -> str:
-    """Fill a model with adapters of files, save it, and return the error, if any."""
-    import paddleformers_fc
-    from paddleformers_fc.errors import FlexError
-
-    trainer = trainer_of(output_dir=output_dir, base=base, **settings)
-    for name, parameter in trainer.model.named_parameters():
-        if ".lora_" in name:
-            parameter.set_value(parameter * 0)
-    try:
-        paddleformers_fc.load_open_weights(trainer.model, directory)
-    except FlexError as error:
-        return f"{type(error).__name__}: {error.render()}"
-    paddleformers_fc.save(f"{output_dir}/checkpoint-1", trainer.model)
-    return ""
-
-
-def start_from_lora_path(output_dir: str, base: str, directory: str, layout: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a model with adapters of files as the command line does, and save it; its configuration of adapters."""
-    from paddleformers.peft import LoRAModel
-
-    import paddleformers_fc
-    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-
-    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 1}
-    args = tiny.training_arguments(layout, output_dir, **settings)
-    plain = from_files(base, layout, args)
-    model = LoRAModel.from_pretrained(model=plain, lora_path=directory, load_checkpoint_format="flex_checkpoint")
-    paddleformers_fc.save(f"{output_dir}/checkpoint-1", model)
-    trainer = tiny.trainer(model, args, cls=FlexTrainer)
-    trainer.train()
-    config = model.lora_config
-    return {"r": config.r, "targets": config.target_modules, "scaling": config.scaling, "losses": trainer.losses}

@@ -13,10 +13,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
-from paddleformers_fc.errors import MismatchError, OptionError
+from paddleformers_fc.errors import FlexError, MismatchError, OptionError
 from tests.cli.support import run
+from tests.harness import tiny
+from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import PP2, SINGLE, TP2, MatrixLayout
 from tests.trainer import peft_files
+from tests.trainer.jobs import logged
+from tests.trainer.lora_jobs import from_files, trainer_of
 from tests.trainer.test_pretrained import weights_of
 from tools.peft_fixtures import inputs
 from verification.forkserver import ForkServer
@@ -91,8 +95,7 @@ def test_adapters_of_fused_layers_are_exported_per_part_under_any_layout(
     assert (tmp_path / "adapter" / name).read_bytes() == (ernie.adapter / name).read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["llama", "ernie"])
-@pytest.mark.parametrize("max_shard_bytes", [10**9, 3000])
+@pytest.mark.parametrize(("kind", "max_shard_bytes"), [("llama", 10**9), ("ernie", 3000)])
 def test_a_merged_export_is_the_base_with_the_product_of_its_adapters(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, max_shard_bytes: int
 ) -> None:
@@ -242,25 +245,49 @@ def test_peft_computes_the_logits_of_paddleformers(ranks: ForkServer, tmp_path: 
 # ---- Starting from adapters.
 
 
-def load(ranks: ForkServer, trained: Exported, layout: MatrixLayout, directory: Path, out: Path, **changes: Any) -> str:
-    """The error of a load of adapters into a model on the same base."""
-    job = {"layout": layout.to_json(), "output_dir": str(out), "base": str(trained.base), "directory": str(directory)}
-    error: str = ranks.run(f"{JOBS}:load_adapters", layout.nproc, {**job, **changes}).values[0]
-    return error
+def start_from_lora_path(layout: MatrixLayout, base: Path, directories: list[str], output_dir: Path) -> list[str]:
+    """Make a model with adapters of files as the command line does, and save it; what is logged about each."""
+    from paddleformers.peft import LoRAModel
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+
+    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 1}
+    args = tiny.training_arguments(layout, str(output_dir), **settings)
+    logs = []
+    for directory in directories:
+        plain = from_files(str(base), layout.to_json(), args)
+        with logged() as lines:
+            model = LoRAModel.from_pretrained(plain, directory, load_checkpoint_format="flex_checkpoint")
+            paddleformers_fc.save(output_dir / "checkpoint-1", model)
+            tiny.trainer(model, args, cls=FlexTrainer).train()
+        assert (model.lora_config.r, model.lora_config.scaling) == (4, 2.0)
+        logs.append("\n".join(lines))
+    return logs
 
 
-@pytest.mark.parametrize("format", ["peft", "paddleformers-lora"])
-@pytest.mark.parametrize(("kind", "layout"), [("ernie", SINGLE), ("llama", TP2), ("ernie", TP2)])
-def test_adapters_start_from_files_under_any_layout(
+@pytest.mark.parametrize(
+    ("kind", "layout", "format"),
+    [("ernie", PP2, "peft"), ("ernie", TP2, "paddleformers-lora"), ("llama", TP2, "peft"), ("ernie", SINGLE, "peft")],
+    ids=["pp2", "tp2-paddleformers", "tp2-llama", "single"],
+)
+def test_adapters_start_from_files_by_lora_path_under_any_layout(
     ranks: ForkServer, request: pytest.FixtureRequest, tmp_path: Path, kind: str, layout: MatrixLayout, format: str
 ) -> None:
     trained: Exported = request.getfixturevalue(kind)
     checkpoint = paddleformers_fc.open(trained.checkpoint)
     checkpoint.export(tmp_path / "adapters", format=format)
     (tmp_path / "adapters/flex_checksums.json").unlink()  # Other programs write none.
-    assert load(ranks, trained, layout, tmp_path / "adapters", tmp_path / "out") == ""
-    found = paddleformers_fc.open(tmp_path / "out/checkpoint-1")
-    assert found.diff(checkpoint, role="model_state").equal
+    given = {"layout": layout, "base": trained.base, "directories": [str(tmp_path / "adapters")]}
+    run_on_ranks(ranks, layout.nproc, start_from_lora_path, output_dir=tmp_path / "out", **given)
+    assert paddleformers_fc.open(tmp_path / "out/checkpoint-1").diff(checkpoint, role="model_state").equal
+
+
+def refuse_adapters(base: Path, messages: dict[str, str], output_dir: Path) -> None:
+    model = trainer_of(SINGLE.to_json(), str(output_dir), base=str(base)).model
+    for directory, text in messages.items():
+        with pytest.raises(FlexError) as refused:
+            paddleformers_fc.load_open_weights(model, directory)
+        assert text in refused.value.render(), directory
 
 
 def test_adapters_that_do_not_fit_are_refused_with_the_reason(
@@ -268,55 +295,40 @@ def test_adapters_that_do_not_fit_are_refused_with_the_reason(
 ) -> None:
     name = "adapter_model.safetensors"
 
-    def changed(key: str, value: object) -> Path:
+    def changed(key: str, value: object) -> str:
         directory = tmp_path / key
         directory.mkdir()
         config = json.loads((ernie.adapter / "adapter_config.json").read_text())
         (directory / "adapter_config.json").write_text(json.dumps({**config, key: value}))
         (directory / name).write_bytes((ernie.adapter / name).read_bytes())
-        return directory
+        return str(directory)
 
     apart = changed("lora_dropout", 0.0)
-    tensors = load_file(apart / name)
+    tensors = load_file(f"{apart}/{name}")
     key = f"{PREFIX}model.layers.1.self_attn.k_proj.lora_A.weight"
-    save_file({**tensors, key: tensors[key] + 1}, apart / name)
+    save_file({**tensors, key: tensors[key] + 1}, f"{apart}/{name}")
     messages = {
         changed("r", 8): "r: stored 8, wanted 4",
         changed("lora_alpha", 32): "scaling: stored 8.0, wanted 2.0",
         changed("use_dora", True): "use_dora: True",
         changed("peft_type", "VERA"): "peft_type: VERA",
         apart: "k_proj.lora_A.weight",
-        ernie.base: "holds no adapters",
+        str(ernie.base): "holds no adapters",
     }
-    for directory, text in messages.items():
-        assert text in load(ranks, ernie, SINGLE, directory, tmp_path / "out"), directory
-
-
-@pytest.mark.parametrize("format", ["peft", "paddleformers-lora"])
-def test_lora_path_is_read_by_this_package(ranks: ForkServer, ernie: Exported, tmp_path: Path, format: str) -> None:
-    checkpoint = paddleformers_fc.open(ernie.checkpoint)
-    checkpoint.export(tmp_path / "adapters", format=format)
-    job = {"layout": PP2.to_json(), "output_dir": str(tmp_path / "out"), "base": str(ernie.base)}
-    results = ranks.run(f"{JOBS}:start_from_lora_path", 2, {**job, "directory": str(tmp_path / "adapters")})
-    for found in results.values:
-        assert (found["r"], found["scaling"]) == (4, 2.0)
-    assert paddleformers_fc.open(tmp_path / "out/checkpoint-1").diff(checkpoint, role="model_state").equal
+    run_on_ranks(ranks, 1, refuse_adapters, base=ernie.base, messages=messages, output_dir=tmp_path / "out")
 
 
 def test_a_tensor_of_the_base_that_peft_has_saved_beside_adapters_is_named_in_the_log(
     ranks: ForkServer, llama: Exported, tmp_path: Path
 ) -> None:
-    directory, name = tmp_path / "adapters", "model.embed_tokens.weight"
-    directory.mkdir()
+    name, file = "model.embed_tokens.weight", "adapter_model.safetensors"
     config = json.loads((llama.adapter / "adapter_config.json").read_text())
-    tensors = load_file(llama.adapter / "adapter_model.safetensors")
-    save_file(
-        {**tensors, f"{PREFIX}{name}": load_file(llama.base / "model.safetensors")[name]},
-        directory / "adapter_model.safetensors",
-    )
-    job = {"layout": SINGLE.to_json(), "output_dir": str(tmp_path / "out"), "base": str(llama.base)}
-    for listed in (None, ["embed_tokens"]):
+    tensors = {**load_file(llama.adapter / file), f"{PREFIX}{name}": load_file(llama.base / "model.safetensors")[name]}
+    directories = [tmp_path / "unlisted", tmp_path / "listed"]
+    for directory, listed in zip(directories, (None, ["embed_tokens"]), strict=True):
+        directory.mkdir()
+        save_file(tensors, directory / file)
         (directory / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": listed}))
-        result = ranks.run(f"{JOBS}:start_from_lora_path", 1, {**job, "directory": str(directory)})
-        warned = f"trained by this run: {name}." in result.logs[0].read_text()
-        assert warned == (listed is None)
+    given = {"layout": SINGLE, "base": llama.base, "directories": [*map(str, directories)]}
+    (logs,) = run_on_ranks(ranks, 1, start_from_lora_path, output_dir=tmp_path / "out", **given)
+    assert [f"trained by this run: {name}." in log for log in logs] == [True, False]
