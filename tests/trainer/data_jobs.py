@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tests.harness import tiny
-from tests.trainer.jobs import flex_trainer, outcome
+from tests.trainer.jobs import flex_trainer
 
 
 def run_with_one_reader(
@@ -21,20 +21,6 @@ def run_with_one_reader(
     trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=FlexTrainer, train_dataset=data)
     trainer.train(resume_from_checkpoint=resume)
     return list(trainer.losses)
-
-
-def run_on_stream(output_dir: str, arguments: Mapping[str, Any], resume: str | None = None) -> dict[str, Any]:
-    """Train on the samples as a stream, which has no indices and no length; what :func:`run` returns."""
-    from paddle.io import IterableDataset
-
-    class Stream(IterableDataset):
-        def __iter__(self) -> Iterator[Any]:
-            samples = tiny.Samples()
-            return (samples[index] for index in range(len(samples)))
-
-    trainer = flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments, train_dataset=Stream())
-    trainer.train(resume_from_checkpoint=resume)
-    return outcome(trainer)
 
 
 def known_samples() -> dict[tuple[int, ...], int]:
@@ -74,23 +60,3 @@ def run_and_watch_samples(resume: str | None = None, count: int = tiny.SAMPLES, 
         trainer.train_dataset = None
     trainer.train(resume_from_checkpoint=resume)
     return trained
-
-
-def run_and_draw(resume: str | None = None, **settings: Any) -> list[list[list[float]]]:
-    """Train, with numbers of Python and Paddle drawn in every pass, as dropout would; the numbers by epoch."""
-    import random
-
-    import paddle
-    from paddleformers.trainer import TrainerCallback
-
-    drawn: list[list[list[float]]] = []
-
-    class Draw(TrainerCallback):
-        def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            drawn.append([])
-
-        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            drawn[-1].append([random.random(), paddle.rand([1]).item()])
-
-    flex_trainer(**settings, callbacks=[Draw()]).train(resume_from_checkpoint=resume)
-    return drawn

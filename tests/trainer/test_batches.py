@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,6 @@ from paddleformers.utils.batch_sampler import MappingDistributedBatchSampler
 
 from paddleformers_fc.trainer.batches import ResumedBatches, order_of
 from paddleformers_fc.trainer.position import Pace, Position, SampleOrder, start_after
-from tests.harness.tiny import DP2, TP2
-from tests.trainer.data_jobs import every_sample
-from verification.forkserver import ForkServer
 
 SAMPLES = 10
 
@@ -92,15 +88,3 @@ def test_an_epoch_that_a_resumed_run_begins_is_shuffled_by_the_saved_generators(
     resumed = loader_of(kind, workers, persistent)
     batches = resumed_at(Position(1, 10, 20), resumed, lambda: np.random.set_state(state))
     assert [indices_of(batches) for _ in range(2)] == epochs
-
-
-def test_a_rank_that_reads_for_others_does_so_in_the_saved_order(ranks: ForkServer, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"output_dir": str(tmp_path), "count": 61}
-    job = "tests.trainer.data_jobs:run_and_watch_samples"
-    before = {**given, "layout": DP2.to_json(), "arguments": {"max_steps": 3, "save_steps": 3}}
-    trained = [index for indices in ranks.run(job, 2, before).values for index in indices]
-    after = {"max_steps": 8, "save_steps": 8, "distributed_dataloader": True}
-    resumed = {**given, "layout": TP2.to_json(), "arguments": after, "resume": str(tmp_path / "checkpoint-3")}
-    one, other = ranks.run(job, 2, resumed).values
-    assert one == other
-    assert sorted([*trained, *one]) == every_sample(61)

@@ -94,18 +94,6 @@ def test_random_generators_find_their_process_on_another_disk(ranks: ForkServer,
         assert not any("Random generators are not restored" in log.read_text() for log in result.logs)
 
 
-def test_parts_on_a_lost_disk_stop_the_run_on_every_node_with_the_reason_for_each_checkpoint(
-    ranks: ForkServer, saved: Saved, tmp_path: Path
-) -> None:
-    result = run(ranks, "resume_by_itself", DP2, disks(saved.copied(tmp_path), 0, 7), **SIX_STEPS)
-    for found in result.values:
-        assert (found["error"], found["steps"]) == ("NotACheckpoint", 0)
-        for step in (3, 6):
-            (reason,) = [line for line in found["text"].splitlines() if f"- checkpoint-{step} is damaged: " in line]
-            assert "rank-00001.safetensors is visible to no rank" in reason
-            assert "rank 1: no checkpoint of this name is there" in reason
-
-
 def test_a_disk_that_cannot_be_written_is_found_before_the_first_step_on_every_node(
     ranks: ForkServer, tmp_path: Path
 ) -> None:

@@ -136,14 +136,6 @@ def test_a_checkpoint_that_only_another_disk_has_is_newer(tmp_path: Path) -> Non
     assert exchanges == 2 + 2 + 2 + 2 + 1
 
 
-def test_every_rank_takes_the_same_step_from_where_it_sees_it(tmp_path: Path) -> None:
-    outputs = [tmp_path / "first", tmp_path / "second"]
-    for directory, step in zip(outputs, (5, 9), strict=True):
-        directory.mkdir()
-        make_checkpoint(directory, step)
-    assert together(outputs, []) == [output / "checkpoint-9" for output in outputs]
-
-
 def test_a_step_that_only_some_disks_hold_whole_is_passed_over_and_named(tmp_path: Path) -> None:
     outputs = [tmp_path / "first", tmp_path / "second"]
     for output in outputs:

@@ -80,12 +80,6 @@ def test_without_a_limit_nothing_goes(tmp_path: Path) -> None:
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
-    best, *_ = [make_checkpoint(tmp_path, step) for step in (2, 4, 6)]
-    delete_superfluous(tmp_path, Retention(1), None, [best], quiet)
-    assert left(tmp_path) == ["checkpoint-2", "checkpoint-6"]
-
-
 def test_the_newest_whole_one_stays_when_a_newer_one_is_damaged(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 2)
     make_checkpoint(tmp_path, 4)
