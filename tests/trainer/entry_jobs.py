@@ -20,7 +20,7 @@ def methods() -> dict[str, int]:
     return {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items()}
 
 
-def replacedmethods() -> dict[str, list[str]]:
+def replaced_methods() -> dict[str, list[str]]:
     """Which methods of PaddleFormers are others after importing, installing and detaching."""
     before = methods()
 
