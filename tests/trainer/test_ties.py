@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from paddleformers_fc.errors import Diverged
 from paddleformers_fc.storage.manifest import read_manifest
-from tests.harness.tiny import DP2, PP2, MatrixLayout
+from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.harness.tiny import DP2, PP2, PP2SD2V2, MatrixLayout
+from tests.trainer.jobs import flex_trainer
 from tests.trainer.test_trainer import settings
+from tests.trainer.tied_jobs import copies, run_and_part_copies
 from verification.forkserver import ForkServer, JobResult
 
 NEVER = 10**6
 PP4 = MatrixLayout("pp4", nproc=4, pp=4)
-PP2SD2V2 = MatrixLayout("pp2sd2v2", nproc=4, pp=2, sharding=2, split_param=True)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SAID = "Copies of tied tensors differ between pipeline stages"
 
@@ -53,24 +56,32 @@ def test_the_last_whole_checkpoint_of_a_run_stays_and_is_resumed(
     assert diverged(tmp_path)["checkpoint-4"] is False
 
 
-def test_a_named_one_is_refused_and_read_where_a_stage_is_chosen(ranks: ForkServer, tmp_path: Path) -> None:
-    first = train(ranks, PP2, tmp_path, 2, max_steps=2)
-    copy = {name: bits for held in first.values for name, bits in held["copies"].items()}
+def refuse_and_choose(output_dir: Path) -> list[Any]:
+    """Save parted copies, resume them without and with a choice; the copies of this rank before and after."""
+    given = {"max_steps": 2, "max_grad_norm": 0.0}
+    layout, saving, later = PP2.to_json(), {**given, "save_steps": 1}, {**given, "save_steps": 100}
+    first = run_and_part_copies(2, layout, output_dir=str(output_dir), arguments=saving)
+    source, other = str(output_dir / "checkpoint-2"), str(output_dir / "other")
+    refused = run_and_part_copies(NEVER, layout, resume=source, output_dir=other, arguments=later)
+    assert refused["error"] == "Diverged"
+    assert "flex_tied: first or last" in refused["text"]
+    chosen = {**later, "flex_tied": "first"}
+    again = run_and_part_copies(NEVER, layout, resume=source, output_dir=other, arguments=chosen)
+    return [first["copies"], [*again["copies"].values()]]
+
+
+def test_a_named_one_is_refused_and_read_where_a_stage_is_chosen_and_never_the_newest(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    values = run_on_ranks(ranks, 2, refuse_and_choose, output_dir=tmp_path)
+    copy = {name: bits for held, _ in values for name, bits in held.items()}
     assert copy[EMBEDDING] != copy[HEAD]
-    source = tmp_path / "checkpoint-2"
-    given: dict[str, Any] = {"max_steps": 2, "save_steps": 100}
-    refused = train(ranks, PP2, tmp_path / "a", NEVER, source, **given).values
-    assert {one["error"] for one in refused} == {"Diverged"}
-    assert "flex_tied: first or last" in refused[0]["text"]
-    for layout, tied, name in ((PP2, "first", EMBEDDING), (DP2, "last", HEAD)):
-        result = train(ranks, layout, tmp_path / "b", NEVER, source, **given, flex_tied=tied)
-        assert [{*one["copies"].values()} for one in result.values] == [{copy[name]}] * 2
-        assert f"flex_tied: {tied}" in result.logs[0].read_text()
-
-
-def test_a_choice_does_not_make_a_diverged_checkpoint_the_newest(ranks: ForkServer, tmp_path: Path) -> None:
-    train(ranks, PP2, tmp_path, 2, max_steps=2)
-    resumed = train(ranks, PP2, tmp_path, NEVER, True, max_steps=2, flex_tied="last")
+    assert [after for _, after in values] == [[copy[EMBEDDING]]] * 2
+    given: dict[str, Any] = {"max_steps": 2, "flex_tied": "last"}
+    result = train(ranks, DP2, tmp_path / "b", NEVER, tmp_path / "checkpoint-2", save_steps=100, **given)
+    assert [{*one["copies"].values()} for one in result.values] == [{copy[HEAD]}] * 2
+    assert "flex_tied: last" in result.logs[0].read_text()
+    resumed = train(ranks, PP2, tmp_path, NEVER, True, **given)
     assert len(resumed.values[0]["losses"]) == 1
 
 
@@ -81,17 +92,20 @@ def test_master_weights_of_both_stages_are_compared(ranks: ForkServer, tmp_path:
     assert diverged(tmp_path) == {"checkpoint-1": False, "checkpoint-2": False}
 
 
-@pytest.mark.parametrize(("tied", "name"), [("refuse", ""), ("first", EMBEDDING), ("last", HEAD)])
-def test_an_export_of_a_live_model_takes_the_copy_that_is_chosen(
-    ranks: ForkServer, tmp_path: Path, tied: str, name: str
-) -> None:
-    given = settings(PP2, tmp_path, flex_tied=tied)
-    values = ranks.run("tests.trainer.tied_jobs:export_of_parted_copies", 2, given).values
-    if tied == "refuse":
-        assert [one["error"] for one in values] == ["Diverged"] * 2
-        assert not (tmp_path / "export").exists()
-        return
-    copy = {key: bits for held in values for key, bits in held["copies"].items()}
-    exported = load_file(tmp_path / "export" / "model.safetensors")
-    assert exported[EMBEDDING].tobytes().hex() == copy[name]
-    assert HEAD not in exported
+@on_ranks(layout=PP2)
+def test_an_export_of_a_live_model_takes_the_copy_that_is_chosen(layout: MatrixLayout, tmp_path: Path) -> None:
+    for tied, name in (("refuse", ""), ("first", EMBEDDING), ("last", HEAD)):
+        place, model = tmp_path / tied, {"tie_word_embeddings": True}
+        trainer = flex_trainer(layout.to_json(), str(place), {"flex_tied": tied}, model=model)
+        held = copies(trainer.model)
+        if HEAD in held:
+            held[HEAD].set_value(held[HEAD] * 1.5)
+        if tied == "refuse":
+            with pytest.raises(Diverged):
+                trainer.save_model(str(place / "export"))
+            assert not (place / "export").exists()
+            continue
+        trainer.save_model(str(place / "export"))
+        exported = load_file(place / "export" / "model.safetensors")
+        assert HEAD not in exported
+        assert name not in held or exported[EMBEDDING].tobytes() == held[name].numpy().tobytes()

@@ -54,19 +54,3 @@ def copies(model: Any) -> dict[str, Any]:
 
     held = unwrap_model(model).state_dict()
     return {name: held[name] for name in ("model.embed_tokens.weight", "lm_head.weight") if name in held}
-
-
-def export_of_parted_copies(layout: Mapping[str, Any], output_dir: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Export a live tied model whose copies differ with ``save_model``; the error, if there is one."""
-    from paddleformers_fc.errors import FlexError
-
-    trainer = flex_trainer(layout, output_dir, arguments, model={"tie_word_embeddings": True})
-    for name, copy in copies(trainer.model).items():
-        if name == "lm_head.weight":
-            copy.set_value(copy * 1.5)
-    try:
-        trainer.save_model(f"{output_dir}/export")
-    except FlexError as error:
-        return {"error": type(error).__name__, "text": error.render()}
-    bits = {name: one.numpy().tobytes().hex() for name, one in copies(trainer.model).items()}
-    return {"error": None, "copies": bits}
