@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import FormatError
 from paddleformers_fc.storage.state_json import decode_object, encode, readable
+from tests.harness.sampling import thorough
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(
@@ -41,6 +42,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@thorough(100)
 @given(VALUES)
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
     assert same(decode_object(encode({"value": value}, "x"), "x")["value"], value)

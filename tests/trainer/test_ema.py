@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.storage.block_checksums import digest_of
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
+from tests.trainer import ema_jobs
 from tests.trainer.jobs import flex_trainer, logged
 from tests.trainer.test_trainer import bf16 as half
 from verification.digests import canonical_digests
@@ -179,25 +181,21 @@ def test_averaged_weights_are_in_the_model_and_the_former_ones_come_back(
         np.testing.assert_array_equal(exported, values.astype(exported.dtype))
 
 
+@on_ranks(layout=half(SD2V2))
 def test_an_evaluation_has_the_averaged_weights_and_training_continues_as_before(
-    ranks: ForkServer, tmp_path: Path
+    layout: MatrixLayout, tmp_path: Path
 ) -> None:
-    layout = half(SD2V2)
+    def evaluate(name: str, **arguments: Any) -> tuple[dict[str, Any], int]:
+        given = {"max_steps": 3, "flex_ema_evaluate": True, **arguments}
+        with logged() as lines:
+            found = ema_jobs.evaluated(layout.to_json(), str(tmp_path / name), given)
+        reported = "flex_ema_evaluate: flex_ema_decay is 0, so the weights themselves are evaluated."
+        return found, sum(reported in line for line in lines)
 
-    logs: list[str] = []
-
-    def evaluated(name: str, **arguments: Any) -> dict[str, Any]:
-        given = {"layout": layout.to_json(), "output_dir": str(tmp_path / name)}
-        arguments = {"max_steps": 3, "logging_steps": 1, "flex_ema_evaluate": True, **arguments}
-        ran = ranks.run(f"{EMA_JOBS}:evaluated", 2, {**given, "arguments": arguments})
-        logs.append(ran.logs[0].read_text(errors="replace"))
-        return dict(ran.values[0])
-
-    plain = evaluated("plain")
-    assert logs[0].count("flex_ema_evaluate: flex_ema_decay is 0, so the weights themselves are evaluated.") == 1
-    averaged = evaluated("averaged", **AVERAGE)
-    assert "so the weights themselves are evaluated" not in logs[1]
-    assert averaged["losses"] == plain["losses"]
+    plain, reports = evaluate("plain")
+    assert reports == (os.environ["PADDLE_TRAINER_ID"] == "0")
+    averaged, reports = evaluate("averaged", **AVERAGE)
+    assert (reports, averaged["losses"]) == (0, plain["losses"])
     # The first update is a copy.
     assert averaged["evaluated"][0] == plain["evaluated"][0]
     assert averaged["evaluated"][1] > plain["evaluated"][1]
@@ -212,17 +210,17 @@ def test_an_evaluation_has_the_averaged_weights_and_training_continues_as_before
     ],
     ids=["gather-average", "broadcast-average", "broadcast-async"],
 )
+@on_ranks(2)
 def test_weights_that_are_received_in_the_next_pass_are_waited_for(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, option: str, arguments: dict[str, Any]
+    layout: MatrixLayout, tmp_path: Path, option: str, arguments: dict[str, Any]
 ) -> None:
     found = []
     steps = {"eval_steps": 2, "save_steps": 3, "max_steps": 5}  # Evaluation, save and export at a step of their own.
-    for name, overlap in (("evaluated", False), ("evaluated_before_weights_arrive", True)):
-        given = {"layout": layout.to_json(), "output_dir": str(tmp_path / name)}
-        given["arguments"] = {**steps, **arguments, option: overlap}
-        values = ranks.run(f"{EMA_JOBS}:{name}", 2, given).values
-        stored = [list(canonical_digests(tmp_path / name / one)) for one in ("checkpoint-3", "exported")]
-        found.append((values, stored))
+    for train, overlap in ((ema_jobs.evaluated, False), (ema_jobs.evaluated_before_weights_arrive, True)):
+        place = tmp_path / str(overlap)
+        given = {**steps, **arguments, option: overlap}
+        losses = train(layout=layout.to_json(), output_dir=str(place), arguments=given)
+        found.append((losses, [list(canonical_digests(place / one)) for one in ("checkpoint-3", "exported")]))
     assert found[0] == found[1]
 
 
