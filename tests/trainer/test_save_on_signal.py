@@ -20,13 +20,14 @@ from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.save_on_signal import WorkerShield
 from tests.harness import tiny
 from tests.harness.limits import LIMIT
+from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import DP2, PP2, SINGLE, MatrixLayout
 from tests.harness.waiting import pause, wait_for_file, wait_until
+from tests.trainer.jobs import flex_trainer
 from tests.trainer.test_trainer import settings
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
-JOBS = "tests.trainer.jobs"
 SIGNALLED = "tests.trainer.signal_jobs:run_signalled"
 PAGE = Path(__file__).parents[2] / "docs/save-on-signal.md"
 FOR_LONG = 10_000
@@ -48,16 +49,23 @@ def signalled(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, signall
     return step
 
 
-def assert_resumes(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, step: int, **arguments: Any) -> None:
-    """A run that resumes at the saved step equals one that was not interrupted."""
+def train_and_resume(layout: MatrixLayout, directory: Path, step: int, arguments: dict[str, Any]) -> None:
     last = step + 2
     losses = []
-    for name, resume in (("whole", None), ("resumed", tmp_path / "out" / f"checkpoint-{step}")):
+    for name, resume in (("whole", None), ("resumed", str(directory / "out" / f"checkpoint-{step}"))):
         given = {"max_steps": last, "save_steps": last, **arguments}
-        ran = ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, tmp_path / name, resume, **given))
-        losses.append(ran.values[0]["losses"])
+        trainer = flex_trainer(layout.to_json(), str(directory / name), given)
+        trainer.train(resume_from_checkpoint=resume)
+        losses.append(trainer.losses)
     assert losses[0][step:] == losses[1]
-    whole, resumed = (list(canonical_digests(tmp_path / name / f"checkpoint-{last}")) for name in ("whole", "resumed"))
+
+
+def assert_resumes(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, step: int, **arguments: Any) -> None:
+    """A run that resumes at the saved step equals one that was not interrupted."""
+    given = {"layout": layout, "directory": tmp_path, "step": step, "arguments": arguments}
+    run_on_ranks(ranks, layout.nproc, train_and_resume, **given)
+    last = f"checkpoint-{step + 2}"
+    whole, resumed = (list(canonical_digests(tmp_path / name / last)) for name in ("whole", "resumed"))
     assert whole == resumed
 
 
