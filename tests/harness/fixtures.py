@@ -19,6 +19,7 @@ OURS = (
     "tests.trainer.open_weights_jobs",
     "tests.trainer.workflow_jobs",
     "tests.trainer.jobs",
+    "pytest",
 )
 """What most jobs import: half of a short job's time, where each of its ranks imports it."""
 

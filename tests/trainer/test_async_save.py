@@ -524,7 +524,7 @@ def fail_and_go_on(layout: MatrixLayout, output_dir: Path, kind: str, victim: in
     """Train; the second save fails on one rank. Then train on in the same Trainer from the newest checkpoint.
 
     Returns:
-        the error and its cause, and the step at which it was raised.
+        the error and its cause, the step at which it was raised, and what was saved then.
     """
     from paddleformers_fc.execute.async_snapshot import SnapshotCopy
     from tests.crash.net import Net, Open, Operation, cast
@@ -554,8 +554,12 @@ def fail_and_go_on(layout: MatrixLayout, output_dir: Path, kind: str, victim: in
         with pytest.raises(FlexError) as caught:
             trainer.train()
         has_fault[0] = False
-        found = [caught.value.render(), repr(caught.value.__cause__), trainer.state.global_step]
-        assert sorted(all_contents(out)) == ["checkpoint-1"]
+        found = [
+            caught.value.render(),
+            repr(caught.value.__cause__),
+            trainer.state.global_step,
+            sorted(all_contents(out)),
+        ]
         trainer.losses.clear()
         trainer.train(resume_from_checkpoint=True)
     assert trainer.losses == plain.losses[1:]
@@ -576,8 +580,9 @@ def test_an_error_of_a_save_is_raised_on_all_ranks_at_one_step_and_a_later_run_s
 ) -> None:
     given = {"layout": layout, "output_dir": tmp_path, "kind": kind, "victim": victim}
     found = run_on_ranks(ranks, layout.nproc, fail_and_go_on, **given)
-    assert len({(rendered, step) for rendered, _, step in found}) == 1
-    rendered, cause, step = found[victim]
+    assert len({(rendered, step) for rendered, _, step, _ in found}) == 1
+    assert found[0][-1] == ["checkpoint-1"]
+    rendered, cause, step, _ = found[victim]
     assert text in rendered
     assert cause != "None" or layout.nproc == 1
     assert step >= 2
