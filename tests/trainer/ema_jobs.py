@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+from tests.harness import tiny
 from tests.trainer.jobs import failing, few_samples, flex_trainer
 from tests.trainer.lora_jobs import trainer_of
 
@@ -133,7 +134,7 @@ def evaluated(
             losses.append(float(metrics["eval_loss"]))
 
     given = {**EVALUATED, **arguments}
-    trainer = flex_trainer(layout, output_dir, given, eval_dataset=few_samples(), callbacks=[Evaluate()])
+    trainer = flex_trainer(layout, output_dir, given, eval_dataset=tiny.Samples(), callbacks=[Evaluate()])
     trainer.train()
     trainer.save_model(f"{output_dir}/exported")
     return {"losses": trainer.losses, "evaluated": losses, "restored": restored}
