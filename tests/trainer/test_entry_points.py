@@ -130,7 +130,8 @@ def test_the_stock_parser_accepts_our_keys_once_the_file_has_run(tmp_path: Path)
     values = {"output_dir": str(tmp_path), "device": "cpu", "compute_type": "float32", "amp_master_grad": False}
     given = {**values, "flex_checkpoint": True, "flex_threads": 2}
     parsed, unknown = parser.parse_dict(given, return_unknown_ars=True)
-    assert (unknown, isinstance(parsed, FinetuningArguments)) == ({}, True)
+    assert isinstance(parsed, FinetuningArguments)
+    assert not unknown
     assert (parsed.flex_checkpoint, parsed.flex_threads) == (True, 2)
     argv = [word for key, value in {**given, "flex_threads": 3}.items() for word in (f"--{key}", str(value).lower())]
     argv[1] = str(tmp_path)
