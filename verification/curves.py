@@ -62,7 +62,7 @@ def draw(columns: Sequence[Curves], path: Path) -> None:
         for plot in (above, below):
             plot.axvline(one.resumed_at, color="0.4", linestyle="--", linewidth=0.8)
         above.set(title=one.title, ylabel="loss")
-        below.set(xlabel="step", ylabel="distance to uninterrupted", yscale="log", ylim=(_LOWEST / 8, None))
+        below.set(xlabel="step", ylabel="distance to uninterrupted", yscale="log", ylim=(_LOWEST / 8, 0.1))
         above.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
