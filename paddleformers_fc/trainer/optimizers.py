@@ -426,7 +426,7 @@ def _static(name: str) -> str:
 def _updated(optimizer: Any, weights: Mapping[str, Any]) -> Any:
     """Return the tensors that this rank's optimizer updates, under the names of their parameters."""
     if any_sliced(weights):
-        return [updated(weight.local_tensor) for weight in weights.values()]
+        return [updated(one.local_tensor) for one in weights.values() if not one.local_tensor.stop_gradient]
     if isinstance(optimizer, GroupShardedOptimizerStage2):
         return optimizer._segment_params()[optimizer._rank]
     ranges = sharding_with_ranges(optimizer)
