@@ -301,8 +301,8 @@ def table(results: dict[str, Figures | str]) -> str:
         after = {way: statistics.median(own[f"step after {way}"]) for way in ("in the step", "beside")}
         lines += ["", f"One copy takes {statistics.median(own['copy']):.3f} s. "]
         lines[-1] += (
-            f"The step after an asynchronous save takes {after['beside']:.2f} s, "
-            f"after a blocking save {after['in the step']:.2f} s: the write goes on."
+            f"The next step takes {after['beside']:.2f} s while an asynchronous save is written, "
+            f"and {after['in the step']:.2f} s after a blocking save."
         )
     ends = results.get("step ends")
     if isinstance(ends, dict):

@@ -8,9 +8,9 @@ Paddle's own autograd code around them stay unchanged. ``c_split`` is replaced o
 ``broadcast_input_data`` sends the first member's batch to every member. It fails on a CPU only because it requests the
 name of an accelerator.
 
-Time: that of the collectives, and one small broadcast per tensor of a batch. The cross entropy adds three all_reduces
-of ``[tokens, 1]`` float32. It keeps the softmax, ``[tokens, vocab / ranks]`` float32, for its backward, as the fused
-kernel does.
+Time: the collectives themselves, and one small broadcast per tensor of a batch. The cross entropy adds three
+all_reduces of ``[tokens, 1]`` float32. It keeps the softmax, ``[tokens, vocab / ranks]`` float32, for its backward, as
+the fused kernel does.
 """
 
 from __future__ import annotations

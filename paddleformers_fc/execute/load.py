@@ -196,7 +196,7 @@ class LoadTerms(msgspec.Struct, frozen=True):
 
     Args:
         aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
-        tensors: with statements, all tensors of the model on all ranks; None if they are not known yet.
+        tensors: with statements, all tensors of the model on all ranks; None without.
         may_change: keys of the configuration that may differ although they change what the weights mean.
         may_cast: whether the precision may differ from that of the run that saved the checkpoint.
         facts: further facts that must be equal on all ranks.
@@ -271,6 +271,9 @@ def load_checkpoint(
     are filled, leave tensors undefined, and the job must not train them.
     """
     terms = LoadTerms(aoa_config, may_change=may_change)
+    if aoa_config:
+        consistency = load_consistency(checkpoint, model, terms)
+        terms = structs.replace(terms, tensors=whole_model(model, lambda: roles, channel, consistency))
     return prepare_load(checkpoint, lambda: roles, model, channel, options, terms).fill()
 
 
@@ -301,14 +304,7 @@ def prepare_load(
         CheckpointError: the same on every rank: the checkpoint is damaged.
         FlexError: the same on every rank: the checkpoint does not fit the model.
     """
-    recorded_run = checkpoint.has_run or checkpoint.format.canonical
-    saved = manifest_seal(checkpoint.manifest) if recorded_run else _header_facts(checkpoint.catalog)
-    facts: dict[str, object] = {"manifest": saved, "checks": checkpoint.unread}
-    facts |= {"aoa_config": terms.aoa_config or {}, "flex_tied": checkpoint.tied, OPTION: sorted(terms.may_change)}
-    facts |= {ALLOW_CASTS: terms.may_cast, **terms.facts}
-    consistency = _consistency_check(checkpoint.catalog.root, model, facts)
-    if terms.aoa_config and terms.tensors is None:
-        terms = structs.replace(terms, tensors=whole_model(model, roles, channel, consistency))
+    consistency = load_consistency(checkpoint, model, terms)
     files = {path: one for path, one in checkpoint.recorded.items() if not is_document(path)}
     recorded = RecordedBlocks(files) if checkpoint.unread else NO_BLOCKS
     target = LoadTarget(roles, model, channel, options, timer or PhaseTimer())
@@ -395,6 +391,16 @@ def _head_count_difference(stored: ModelDescription, wanted: ModelDescription) -
 def _moves_heads(model: ModelDescription, names: Iterable[str]) -> bool:
     """Return whether elements of one of these tensors are assigned to heads of attention."""
     return any(map(Names(family_for(model.config), model).of_heads, names))
+
+
+def load_consistency(checkpoint: OpenedCheckpoint, model: ModelDescription, terms: LoadTerms) -> ConsistencyCheck:
+    """Return the facts of the load of a checkpoint that must be equal on all ranks."""
+    recorded_run = checkpoint.has_run or checkpoint.format.canonical
+    saved = manifest_seal(checkpoint.manifest) if recorded_run else _header_facts(checkpoint.catalog)
+    facts: dict[str, object] = {"manifest": saved, "checks": checkpoint.unread}
+    facts |= {"aoa_config": terms.aoa_config or {}, "flex_tied": checkpoint.tied, OPTION: sorted(terms.may_change)}
+    facts |= {ALLOW_CASTS: terms.may_cast, **terms.facts}
+    return _consistency_check(checkpoint.catalog.root, model, facts)
 
 
 def _consistency_check(directory: AnyPath, model: ModelDescription, facts: Mapping[str, object]) -> ConsistencyCheck:

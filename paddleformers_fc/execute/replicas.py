@@ -15,10 +15,10 @@ rank.
 
 **Replicas** are parts of a tensor that several ranks hold. A save writes one of several replicas, or rows of each.
 Replicas should be equal bit for bit, because gradients were reduced or parameters were broadcast. Different replicas
-are a fault of training that a checkpoint would hide: after a resume all ranks have one of the versions. So
-every rank hashes its replicas before a save: a small one whole, and an n-th of a large one that n ranks hold, which is
-another n-th at the next step. Diverged ranks differ nearly everywhere and are found at once. A single bit is found when
-its part is hashed.
+are a fault of training that a checkpoint would hide: after a resume all ranks have one of the versions. Every rank
+therefore hashes its replicas before a save: all of a small tensor, and of a large one on n ranks the n-th that the step
+selects. Diverged ranks differ nearly everywhere, so the first save finds them. A single bit is found when its part is
+hashed.
 
 The shards of a group, which the same ranks hold, share one digest, which the coordinator gets with the checksums of the
 files. It gets digests of single shards only if these differ.
@@ -32,8 +32,8 @@ them, under every value of ``flex_check_replicas``. A checkpoint with diverged c
 the manifest, and is never resumed or kept in place of a whole one.
 
 The written pieces are compared. Stages may shard the copies differently (flattened ranges of fused buffers,
-tensor-parallel cuts). The plan has every overlap of a written piece of one copy with one of the other. Each rank hashes
-its side of an overlap, and the digests travel with the checksums to the coordinator, which compares.
+tensor-parallel cuts), so the plan lists the overlaps between the written pieces of two copies. Each rank hashes its
+side of an overlap and sends the digest with its checksums to the coordinator, which compares.
 
 Time: one xxh3 pass over the tied tensors that the rank writes, and on an accelerator their copy to the host. Memory:
 one block of 16 MiB, and 16 bytes per overlap of this rank; on the coordinator, of all ranks.

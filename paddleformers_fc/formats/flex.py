@@ -185,7 +185,7 @@ def _documents(checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dic
 def _seal(
     checkpoint: OpenedCheckpoint, files: Sequence[OutputFile], written: Sequence[FileChecksum]
 ) -> dict[str, bytes]:
-    """Return index and manifest. The manifest is that of the source but for its files, or of step 0 without a run."""
+    """Return the index, and the manifest: the source's with other files, or one of step 0 if the source has no run."""
     record = checkpoint.manifest if checkpoint.has_run else _NO_RUN
     index = encode_index(shard_columns((one.path, one.tensors) for one in files), written)
     manifest = msgspec.structs.replace(

@@ -28,7 +28,14 @@ from paddle.optimizer.lr import LambdaDecay
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, MismatchError, StorageError
-from paddleformers_fc.execute.load import LoadReport, LoadTerms, PreparedLoad, prepare_load, whole_model
+from paddleformers_fc.execute.load import (
+    LoadReport,
+    LoadTerms,
+    PreparedLoad,
+    load_consistency,
+    prepare_load,
+    whole_model,
+)
 from paddleformers_fc.execute.opening import open_on_all_ranks, own_file
 from paddleformers_fc.execute.output_directory import facts_of
 from paddleformers_fc.execute.phases import PhaseTimer
@@ -362,7 +369,8 @@ def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _Pre
     )
     if args.aoa_config:
         weights = partial(live_roles.model_roles, session.trainer.model)
-        terms = structs.replace(terms, tensors=whole_model(model, weights, channel))
+        same = load_consistency(checkpoint, model, terms)
+        terms = structs.replace(terms, tensors=whole_model(model, weights, channel, same))
     live = _LiveTensors(session, checkpoint, continued, terms, handed)
     with _verifying():
         load = prepare_load(checkpoint, live.to_fill, model, channel, options, terms, timer)

@@ -117,7 +117,7 @@ def test_the_buffers_of_an_abandoned_save_are_used_again() -> None:
     numbers = np.arange(8 * 1024, dtype="float32")
     tensor = paddle.to_tensor(numbers)
     with measured_transfers() as figures:
-        for count in (0, 1):  # A save that stops before its first piece, and one that stops after it.
+        for count in (0, 1):  # Stop before the first chunk, then after it.
             pieces = host_pieces(tensor, 0, numbers.size, staging_bytes)
             for _ in range(count):
                 next(pieces)

@@ -49,10 +49,11 @@ def train(
         arguments: overrides of the training arguments.
         resume: a checkpoint.
     Returns:
-        the losses; the places of the tensors of every role after the load and at the end; the bytes to the device and
-        to the host that the load and the last save have copied, and those of the weights; where page-locked memory was
-        allocated; for every step end at which ranks only agree, how often it has waited for the device, and the bytes
-        that it has copied to the host; with an average the digests of the weights before, in and after its block.
+        ``losses``; ``loaded`` and ``kept``: the places of tensors by role, after the load and at the end; ``load`` and
+        ``save``: bytes copied to the device and to the host by the load and by the last save; ``weights``: bytes of the
+        weights; ``page-locked``: when such memory was allocated; ``step ends``: waits for the device and bytes copied
+        to the host at each step end where ranks only agree; with an average also ``digests`` of the weights before, in
+        and after its block.
     """
     from paddleformers.trainer import TrainerCallback
 
@@ -105,7 +106,7 @@ def train(
 
 
 def note_page_locked() -> list[str]:
-    """Return a list of where page-locked memory is allocated; that of the fake accelerator is ordinary memory."""
+    """Return a list that gets the phase of each page-locked allocation. The fake accelerator has ordinary memory."""
     from paddleformers_fc.execute import async_snapshot, staging_pool
     from paddleformers_fc.trainer.async_save import AsyncSaves
 
@@ -204,9 +205,7 @@ def count(layout: MatrixLayout, output_dir: Path, once: bool) -> None:
     trainer = tiny.trainer(built, args)
     trainer.train()
     weights = built.sharded_state_dict()
-    roles: dict[str, dict[str, Any]] = {"model_state": weights}
-    for name, state in trainer.optimizer.sharded_state_dict(weights).items():
-        roles.setdefault("master_weight" if name.endswith(".w_0") else "optimizer_state", {})[name] = state
+    roles = tiny.by_role(weights, trainer.optimizer.sharded_state_dict(weights))
     tensors = [state.local_tensor for states in roles.values() for state in states.values()]
 
     channel, described = CountedChannel(job_channel()), describe_model(built)

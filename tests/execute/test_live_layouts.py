@@ -32,9 +32,7 @@ def hop(model_type: str, layout: MatrixLayout, output_dir: Path, source: Path | 
     trainer = tiny.trainer(built, args)
     trainer.train()
     weights = built.sharded_state_dict()
-    roles: dict[str, dict[str, Any]] = {"model_state": weights}
-    for name, state in trainer.optimizer.sharded_state_dict(weights).items():
-        roles.setdefault("master_weight" if name.endswith(".w_0") else "optimizer_state", {})[name] = state
+    roles = tiny.by_role(weights, trainer.optimizer.sharded_state_dict(weights))
     channel, described = job_channel(), describe_model(built)
     if source is not None:
         assert not load_checkpoint(open_on_all_ranks(source, channel), roles, described, channel).fresh

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from verification.matrix.layouts import MatrixLayout, layout_from  # noqa: F401
 from verification.matrix.tiny import (  # noqa: F401
     GLOBAL_BATCH,
@@ -38,3 +41,11 @@ TP2SD2V2 = MatrixLayout("tp2sd2v2", nproc=4, tp=2, sharding=2, split_param=True)
 PP2SD2V2 = MatrixLayout("pp2sd2v2", nproc=4, pp=2, sharding=2, split_param=True)
 EP2 = MatrixLayout("ep2", nproc=2, sharding=2, split_param=True, ep=2)
 TP2EP2PP2 = MatrixLayout("tp2ep2pp2", nproc=4, tp=2, pp=2, ep=2)
+
+
+def by_role(weights: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return role -> name -> live ``ShardedWeight`` of weights and of the states that Paddle's optimizer describes."""
+    roles: dict[str, dict[str, Any]] = {"model_state": dict(weights)}
+    for name, state in states.items():
+        roles.setdefault("master_weight" if name.endswith(".w_0") else "optimizer_state", {})[name] = state
+    return roles

@@ -107,15 +107,12 @@ def compare_with_live(model_type: str, layout: MatrixLayout, model: dict[str, An
         weights = optimizers.cut(weights)
     else:
         states = trainer.optimizer.sharded_state_dict(weights)
-    roles: dict[str, dict[str, Any]] = {"model_state": weights}
-    for name, state in states.items():
-        roles.setdefault("master_weight" if name.endswith(".w_0") else "optimizer_state", {})[name] = state
     plain = (str, int, float, bool, type(None))
     config = {key: value for key, value in built.config.to_dict().items() if isinstance(value, plain)}
     config = {"model_type": model_type, **config}
     dtype = "bfloat16" if layout.bf16 else "float32"
     simulated = declared_model(family_for(config), model_of(config), grid_of(layout), dtype)
-    assert simulated.roles(paddle.distributed.get_rank()) == describe_roles(roles)
+    assert simulated.roles(paddle.distributed.get_rank()) == describe_roles(tiny.by_role(weights, states))
 
 
 @on_ranks(2)
