@@ -6,7 +6,7 @@ import argparse
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -29,39 +29,50 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="also write the report, and beside it its picture")
     parser.add_argument("--outcomes", type=Path, help="keep the figures in this file, and begin with those that it has")
     options = parser.parse_args()
-    outcomes = _kept_outcomes(options.outcomes)
+    found = _kept(options.outcomes)
     root = Path(tempfile.mkdtemp(prefix="flex-bench-", dir=options.scratch))
     try:
         with Servers(root / "logs", options.torch) as servers:
             for case in (one for one in CASES if _is_wanted(one.name, options.only)):
-                outcomes[case.name] = measure(_among(case, options.contenders), options.rounds, root, servers)
-                _print_outcome(outcomes[case.name])
-                _write(options, outcomes, {})  # What is measured stays, however the run ends.
-                if options.outcomes:
-                    options.outcomes.write_bytes(
-                        msgspec.json.encode({name: asdict(one) for name, one in outcomes.items()})
-                    )
-        exports = dict(export_peaks(root)) if _is_wanted("export", options.only) else {}
+                outcome = measure(_among(case, options.contenders), options.rounds, root, servers)
+                found.outcomes[case.name] = outcome
+                _print_outcome(outcome)
+                if case.verb == "export":
+                    found.exports.update(export_peaks(root))
+                _write(options, found)  # What is measured stays, however the run ends.
     finally:
         shutil.rmtree(root)
-    print(_write(options, outcomes, exports))
+    print(_write(options, found))
 
 
-def _write(options: argparse.Namespace, found: dict[str, Outcome], exports: dict[str, int]) -> str:
-    """Write the report, if that was asked for; its text."""
-    outcomes = {case.name: found[case.name] for case in CASES if case.name in found}
-    text = tables(outcomes, exports, options.rounds)
+@dataclass(frozen=True)
+class Found:
+    """What has been measured.
+
+    Args:
+        outcomes: by case.
+        exports: rise of memory by export in a process of its own, in bytes.
+    """
+
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    exports: dict[str, int] = field(default_factory=dict)
+
+
+def _kept(file: Path | None) -> Found:
+    """Return what earlier runs have measured."""
+    return msgspec.json.decode(file.read_bytes(), type=Found) if file is not None and file.exists() else Found()
+
+
+def _write(options: argparse.Namespace, found: Found) -> str:
+    """Write the report and the figures, if that was asked for; return the report."""
+    outcomes = {case.name: found.outcomes[case.name] for case in CASES if case.name in found.outcomes}
+    text = tables(outcomes, found.exports)
+    if options.outcomes:
+        options.outcomes.write_bytes(msgspec.json.encode(asdict(found)))
     if options.write:
         options.write.write_text(text + kept(options.write), encoding="utf-8")
         draw(outcomes, options.write.with_suffix(".png"))
     return text
-
-
-def _kept_outcomes(file: Path | None) -> dict[str, Outcome]:
-    """Return the outcomes of earlier runs, in the order of the cases."""
-    if file is None or not file.exists():
-        return {}
-    return msgspec.json.decode(file.read_bytes(), type=dict[str, Outcome])
 
 
 def _is_wanted(name: str, only: str) -> bool:

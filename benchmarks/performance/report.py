@@ -82,10 +82,10 @@ def verdict(target: Target, outcomes: Mapping[str, Outcome]) -> float | None:
     return None if own is None or other is None else own / other
 
 
-def tables(outcomes: Mapping[str, Outcome], exports: Mapping[str, int], rounds: int) -> str:
+def tables(outcomes: Mapping[str, Outcome], exports: Mapping[str, int]) -> str:
     """The whole report as Markdown."""
     parts = (
-        _head(rounds),
+        _head(outcomes),
         _not_measured(outcomes),
         _losses(outcomes),
         _targets(outcomes),
@@ -105,7 +105,9 @@ def kept(path: Path) -> str:
     return f"\n{heading.strip()}\n{text}" if heading else ""
 
 
-def _head(rounds: int) -> Iterator[str]:
+def _head(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
+    counts = {len(timing.first) for one in outcomes.values() for timing in one.timings.values() if timing.first}
+    rounds = " to ".join(map(str, sorted({min(counts), max(counts)})))
     yield "# Performance"
     yield ""
     yield (
