@@ -122,6 +122,8 @@ def test_a_box_is_the_same_numbers_as_the_slice_of_the_whole_tensor(saved: Path)
         np.testing.assert_array_equal(checkpoint.read(EMBEDDING, (one, slice(None))), whole[one])
     with pytest.raises(OptionError, match="Unknown tensor 'nothing'"):
         checkpoint.read("nothing")
+    with pytest.raises(OptionError, match="has 2 slices instead of 1"):
+        checkpoint.read("model.norm.weight", (slice(0, 1), slice(0, 1)))
     with pytest.raises(OptionError, match=r"contains 0, which is not a slice") as raised:
         checkpoint.read("model.norm.weight", (0,))  # type: ignore[arg-type]
     assert "slice(0, 1)" in raised.value.next_step

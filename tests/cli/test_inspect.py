@@ -152,6 +152,13 @@ def test_open_weights_are_recognised(weights: Path) -> None:
     assert "open weights" in run("inspect", weights).out
 
 
+def test_open_weights_need_no_configuration(weights_copy: Path) -> None:
+    for name in ("config.json", "flex_checksums.json"):
+        (weights_copy / name).unlink()
+    outcome = run("inspect", weights_copy, "--json")
+    assert (outcome.code, outcome.document["model"]) == (0, {})
+
+
 @pytest.mark.parametrize("text", ["{", "[]"])
 def test_a_damaged_configuration_beside_open_weights_is_named(weights_copy: Path, text: str) -> None:
     (weights_copy / "config.json").write_text(text)

@@ -376,6 +376,8 @@ def test_verify_and_inspect_report_a_diverged_checkpoint(tmp_path: Path, level: 
     inspected = run("inspect", tmp_path / "checkpoint-3", "--json")
     assert inspected.document["job"]["diverged_ties"] == lines(tmp_path / "checkpoint-3")
     assert lines(tmp_path / "checkpoint-3")[0] in run("inspect", tmp_path / "checkpoint-3").out
+    (listed,) = run("inspect", tmp_path, "--json").document["output"]["checkpoints"]
+    assert "diverged" in listed["fault"]
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read_by_the_declared_order(tmp_path: Path) -> None:
