@@ -575,7 +575,6 @@ DEAR = (
     "half a tensor cut into 600 rows, the other half into 600 columns",
     "a statement of 100,000 tokens",
     "2,000 fused layouts in a chain",
-    "5,000 statements that copy",
     "names that resemble 2,000 others in many ways",
 )
 """Bombs that take seconds before they are refused."""

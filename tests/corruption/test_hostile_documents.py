@@ -154,6 +154,9 @@ def test_any_bytes_are_refused_or_read(raw: bytes) -> None:
     assert isinstance(from_wire(raw.decode("utf-8", "surrogateescape")), FlexError)
 
 
+# ---- Paths.
+
+
 @pytest.mark.parametrize(
     "name", ["../secret.json", "/etc/passwd", "a/../../secret.json", "", "..", "\0", "//server/share"]
 )
@@ -161,9 +164,6 @@ def test_an_index_cannot_name_a_file_outside_its_directory(name: str, tmp_path: 
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(FormatError, match="outside its directory"):
         open_huggingface(tmp_path)
-
-
-# ---- Paths.
 
 
 @pytest.mark.parametrize("name", ["mapping.json", "config.json"])

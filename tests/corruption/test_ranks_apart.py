@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.corruption.guarantees import Observed, fault
+from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import DP2, MatrixLayout
+from tests.trainer.jobs import flex_trainer
 from verification.forkserver import ForkServer, JobResult
 
 APART = MatrixLayout("tp2ep2", nproc=2, tp=2, ep=2)
@@ -52,6 +55,23 @@ def test_t17_another_checkpoint_under_the_same_name_is_refused(ranks: ForkServer
         "training continues, and the two ranks have different weights; no error",
         "refused on every rank: `Corrupt`, with the checkpoints and the ranks that see them; nothing changed",
     )
+
+
+@on_ranks(layout=DP2)
+def test_a_save_that_is_to_refuse_replicas_that_differ_stops_every_rank(layout: MatrixLayout, tmp_path: Path) -> None:
+    import paddle
+    from paddleformers.trainer import TrainerCallback
+
+    class Part(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if paddle.distributed.get_rank():
+                with paddle.no_grad():
+                    model.parameters()[0].scale_(1.5)
+
+    given = {"max_steps": 1, "save_steps": 1, "flex_check_replicas": "refuse"}
+    with pytest.raises(MismatchError, match="version 1 on rank 0; version 2 on rank 1"):
+        flex_trainer(layout.to_json(), str(tmp_path), given, callbacks=[Part()]).train()
+    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 @pytest.mark.slow

@@ -29,7 +29,6 @@ def test_g100_the_rank_of_a_fresh_disk_joins_the_decision(ranks: ForkServer, tmp
     return Observed("—", "both ranks resume at step 2")
 
 
-@pytest.mark.slow
 @fault("G101", "under `save_total_limit: 1` one of two disks fails to sync a file of the newest checkpoint")
 def test_g101_a_failed_sync_on_one_disk_keeps_the_older_checkpoint_on_all(
     ranks: ForkServer, tmp_path: Path

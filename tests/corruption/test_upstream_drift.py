@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.corruption.guarantees import Observed, fault
 from tests.harness.tiny import DP2, SINGLE
 from verification.forkserver import ForkServer
@@ -26,7 +24,6 @@ def test_g30_a_renamed_hook_is_refused_before_training(ranks: ForkServer, tmp_pa
     )
 
 
-@pytest.mark.slow
 @fault("G31", "a Trainer class overrides `_save_checkpoint` and does not call `super()`")
 def test_g31_a_save_that_goes_around_stops_every_rank(ranks: ForkServer, tmp_path: Path) -> Observed:
     given = {"layout": DP2.to_json(), "output_dir": str(tmp_path), "method": "_save_checkpoint", "way": "installed"}

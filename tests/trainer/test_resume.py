@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,8 @@ def test_a_checkpoint_that_only_another_disk_has_is_newer(tmp_path: Path) -> Non
     # Two listings, the first with the metadata of step 5, and two exchanges for each checkpoint. Two more ask for the
     # metadata of step 7: the coordinator has none. The other disk reads who saved it.
     assert exchanges == 2 + 2 + 2 + 2 + 1
+    shutil.rmtree(outputs[0])  # The disk is replaced by a fresh one.
+    assert together(outputs, []) == [output / "checkpoint-5" for output in outputs]
 
 
 def test_a_step_that_only_some_disks_hold_whole_is_passed_over_and_named(tmp_path: Path) -> None:
