@@ -192,6 +192,7 @@ def test_invalid_usage_is_reported_on_the_error_stream_and_as_a_document_under_j
     "command",
     [
         ["inspect", ""],
+        ["verify", ""],
         ["aoa", ""],
         ["plan", "", "--to", "tp=2"],
         ["diff", "", "/"],

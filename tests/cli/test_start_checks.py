@@ -362,7 +362,7 @@ DPO = {"stage": "DPO", "sequence_parallel": True}
         (2, {**EXPERTS, "tensor_model_parallel_size": 4}, "2 ranks cannot be divided into groups of 4"),
         (4, {"sharding_parallel_size": 3}, "sharding_parallel_size: 3: 4 ranks cannot be divided into groups of 3"),
         (3, {"tensor_model_parallel_size": 3}, "vocab_size=64 is not divisible by tp=3"),
-        (4, layout(2, **DPO), "clear_every_step_cache: not true, which stage: DPO needs in a pipeline"),
+        (4, layout(2, stage="VL-DPO"), "clear_every_step_cache: not true, which stage: VL-DPO needs in a pipeline"),
         (4, layout(2, **DPO), "- partial_send_recv: not false, which stage: DPO needs with sequence_parallel: true\n"),
         (4, layout(2, 2, 4), "virtual_pipeline_model_parallel_size: 2 needs more than 2 pipeline stages"),
         (4, layout(4, 2, 3), f"{PASSES}3"),

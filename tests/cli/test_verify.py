@@ -191,10 +191,11 @@ def lose_a_file(checkpoint: Path) -> None:
             "tensors",
             [f"{NORM}: stored as model_state and not in the rules", f"{NORM}.moment1_0: stored as"],
         ),
+        (lambda copy: edit_rules(copy, turn_qkv), "mapping", ["self_attn.qkv_proj.weight: parts [8, 8, 16] cannot be"]),
         (lambda copy: edit_rules(copy, invent_a_rule), "tensors", ["model.extra.weight: in the rules and not stored"]),
         (lambda copy: alter(copy / "flex_checkpoint.json"), "manifest", ["flex_checkpoint.json"]),
     ],
-    ids=["a lost file", "a header", "no rule", "a rule too many", "the manifest"],
+    ids=["a lost file", "a header", "no rule", "a wrong rule", "a rule too many", "the manifest"],
 )
 def test_what_does_not_fit_together_is_found_by_its_check_and_named(
     copy: Path, damage: Callable[[Path], None], check: str, lines: list[str]
@@ -206,6 +207,7 @@ def test_what_does_not_fit_together_is_found_by_its_check_and_named(
     text = "\n".join([outcome.document["what"], *outcome.document["evidence"]])
     assert [line for line in lines if line not in text] == []
     assert check != "manifest" or len(outcome.document["checks"]) == 1
+    assert check != "mapping" or outcome.document["error"] == "MappingError"
 
 
 DESCRIBED = {
