@@ -423,7 +423,6 @@ def recipe(directory: Path, **keys: Any) -> Path:
     return config(directory, **{**content, "max_steps": 3, **keys})
 
 
-@pytest.mark.slow
 def test_a_training_leaves_a_checkpoint_that_passes_verification(tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     (tmp_path / "own.py").write_text(f"open({str(witness)!r}, 'w').write(__name__)\n")
