@@ -115,7 +115,8 @@ def convert(source: Path, target: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "error", "evidence"),
     [
-        ("trainer/rng-00001.json", {"world_size": 4}, "Corrupt", "trainer/rng-00001.json has number of ranks 4"),
+        pytest.param("trainer/state.json", {"global_step": 5}, "Corrupt", "has step 5", marks=pytest.mark.chosen),
+        ("trainer/rng-00001.json", {"world_size": 4}, "Corrupt", "has number of ranks 4"),
         pytest.param(
             *("trainer/scheduler.json", {"last_epoch": "3"}, "FormatError", "last_epoch: str in place of int"),
             marks=pytest.mark.chosen,
@@ -130,6 +131,7 @@ def test_a_document_that_contradicts_the_manifest_or_the_run_is_refused_on_every
     first, second = ranks.run(f"{JOBS}:refused", 2, given).values
     assert first == second
     assert (first["error"], first["changed"]) == (error, False)
+    assert name in first["text"]
     assert evidence in first["text"]
 
 

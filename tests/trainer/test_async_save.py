@@ -591,7 +591,7 @@ def test_an_error_of_a_save_is_raised_on_all_ranks_at_one_step_and_a_later_run_s
 
 @pytest.mark.parametrize(
     ("layout", "victims", "kind"),
-    [(SINGLE, [0], "KeyboardInterrupt"), pytest.param(DP2, [1], "KeyError", marks=pytest.mark.slow)],
+    [(DP2, [0, 1], "KeyboardInterrupt"), pytest.param(DP2, [1], "KeyError", marks=pytest.mark.slow)],
     ids=["all", "one of two"],
 )
 def test_a_save_is_committed_before_an_error_of_training_on_all_ranks_ends_the_job(

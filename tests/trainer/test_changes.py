@@ -51,11 +51,13 @@ def table(log: str) -> dict[str, tuple[str, str]]:
 def test_what_changes_the_meaning_of_weights_is_refused_on_every_rank(
     ranks: ForkServer, saved: Path, tmp_path: Path
 ) -> None:
-    given = settings(PP2, tmp_path, saved, model={"hidden_act": "gelu"}, arguments={"max_steps": 3})
-    for found in ranks.run(f"{JOBS}:refused", 2, given).values:
-        assert found["error"] == "MismatchError"
-        assert "flex_allow_config_changes: [hidden_act]" in found["text"]
-        assert not found["changed"]
+    for starts_anew in (False, True):
+        arguments = {"max_steps": 3, "ignore_load_lr_and_optim": starts_anew}
+        given = settings(PP2, tmp_path, saved, model={"hidden_act": "gelu"}, arguments=arguments)
+        for found in ranks.run(f"{JOBS}:refused", 2, given).values:
+            assert found["error"] == "MismatchError"
+            assert "flex_allow_config_changes: [hidden_act]" in found["text"]
+            assert not found["changed"]
 
 
 @pytest.mark.parametrize("continued", [True, False], ids=["resumed", "weights"])

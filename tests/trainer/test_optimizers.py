@@ -148,6 +148,7 @@ def test_an_undeclared_optimizer_is_refused_with_what_to_declare(layout: MatrixL
         assert f"does not support the optimizer {kind.__name__}, which is not declared" in text
         assert states in text
         assert f"register_optimizer({kind.__name__}, like_parameter=[...], numbers=[...])" in text
+    give_to_a_trainer(optimizers.AdamW)
 
 
 NADAM = "beta2_pow, moment1, moment2, momentum_decay_pow, mu_product"

@@ -102,6 +102,8 @@ def test_fine_tuning_on_packed_dialogues_resumes_with_tensor_parallelism(workflo
     resume = {**DP2, "resume_from_checkpoint": str(tmp_path / "whole/checkpoint-3"), "max_seq_len": 128}
     log = workflows.refused("llama_sft", tmp_path / "shorter", **resume)
     assert "max_seq_len was 192 and is 128, so that samples are packed differently" in log
+    again = workflows.train("llama_sft", tmp_path / "again", **resume, ignore_data_skip=True, max_steps=4)
+    assert sorted(again.losses) == [4]
 
 
 @pytest.mark.slow
