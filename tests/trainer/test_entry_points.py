@@ -280,6 +280,15 @@ def test_the_command_line_resumes_preference_training_from_the_checkpoint_that_i
     assert losses(train_by_workers(ranks, again)) == whole[2:]
 
 
+def test_the_command_line_is_not_misled_by_an_unfinished_directory(
+    ranks: ForkServer, corpus: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
+    log = train_by_workers(ranks, write_yaml(corpus, tmp_path / "out"))
+    assert len(losses(log)) == 4
+    assert "checkpoint-2 cannot be resumed and is skipped" in log
+
+
 @on_ranks(2)
 def test_keys_that_cannot_be_meant_are_refused_before_a_process_group() -> None:
     from paddle.distributed import parallel
