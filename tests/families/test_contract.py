@@ -13,7 +13,7 @@ from msgspec import structs
 from paddleformers_fc.aoa import parse, with_ties
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors, prove_family
-from paddleformers_fc.families.description import IS_NLP
+from paddleformers_fc.families.description import ALTERNATES, IS_NLP
 from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.formats.aoa_statements import aoa_statements, aoa_text
 from paddleformers_fc.mapping import Shape, TensorMapping, prove
@@ -132,13 +132,18 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"tie_word_embeddings": True},
     {"fd_fallback": True},
     {"moe_expert_fusion": True, "num_hidden_layers": 4},
+    {"num_nextn_predict_layers": 1, "n_shared_experts": 1, "mlp_only_layers": [0], "q_lora_rank": 0},
+    {"attention_bias": True, "use_bias": True, "mlp_bias": True, "lm_head_bias": True, "moe_expert_fusion": False},
+    {"using_sonic_moe": True, "num_nextn_predict_layers": 1},
+    {"using_sonic_moe": True, "num_nextn_predict_layers": 1, ALTERNATES: True},
+    {"fuse_attention_qkv": True, "fuse_attention_ffn": True, "attention_bias": True, "mlp_bias": True},
 )
 DIGESTS: dict[str, str] = json.loads(Path(__file__).with_name("digests.json").read_text())
 
 
 def digest(family: Family, tiny_ones: list[ModelDescription]) -> str:
-    """A digest of all tensors and rules of a family's tiny models, under 1, 2 and 4 tensor-parallel ranks."""
-    lines = []
+    """A digest of optional names and of tensors and rules of tiny models, under 1, 2 and 4 tensor-parallel ranks."""
+    lines = [*family.optional]
     for tiny in tiny_ones:
         for change in CHANGES:
             model = ModelDescription({**tiny.config, **change}, tiny.is_fleet)
