@@ -363,6 +363,7 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
     "numbers of another type": (_of_another_type, Corrupt, "does not contain what the metadata lists"),
     "a link that leads out": (_linked, FormatError, "links to somewhere else"),
     "a file outside": (forged(lambda fields: _renamed(fields, "../../0_0.distcp")), FormatError, r"\.\./\.\./0_0"),
+    "a file of no kind": (forged(lambda fields: _renamed(fields, "0_0.distcp\n")), FormatError, "lists a tensor in"),
     "a file whose name is a memo bomb": (forged(_named_by_a_bomb), FormatError, "a shared one counts each time"),
     "one list for all": (forged(_shared_lists), FormatError, "its shape and dtype are missing"),
     "no tensors": (forged(lambda fields: fields["storage_metadata"].clear()), Corrupt, "no tensor is stored"),

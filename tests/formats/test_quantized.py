@@ -299,6 +299,7 @@ def test_every_box_has_the_bytes_of_the_whole(tmp_path: Path, published: str, ki
     ("published", "changed", "named"),
     [
         ("deepseek_v3", {"quant_method": "gptq"}, "quant_method: 'gptq'"),
+        ("deepseek_v3", {"fmt": "e5m2"}, "fmt: 'e5m2'"),
         ("deepseek_v3", {"activation_scheme": "static"}, "activation_scheme: 'static'"),
         ("deepseek_v3", {"weight_block_size": None}, "weight_block_size: None"),
         ("deepseek_v3", {"scale_fmt": "e4m3"}, "scale_fmt: 'e4m3'"),

@@ -276,15 +276,14 @@ def test_a_checkpoint_of_ranks_is_inspected_verified_planned_and_compared(pair: 
     assert run("diff", theirs, ours).code == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "way", "bf16", "model"),
     [
-        ("tp2+sd2v2", "sharded", True, {}),
+        pytest.param("tp2+sd2v2", "sharded", True, {}, marks=pytest.mark.chosen),
         ("sd2s3", "stock", False, {}),
         ("pp2", "canonical", False, {}),
         ("sd2+tp2(ep2)", "stock", True, ERNIE),
-        ("sd2v2", "unified", True, {}),
+        pytest.param("sd2v2", "unified", True, {}, marks=pytest.mark.chosen),
         ("sd2(ep2)", "unified", True, ERNIE),
     ],
 )
