@@ -248,8 +248,8 @@ class Trainings:
 
     Args:
         ranks: start those on the device.
-        plain: start those on a CPU, in processes without an accelerator. Where there is one, Paddle has moved a training
-            on the CPU there, about once in 40 runs on a busy machine.
+        plain: start those on a CPU, in processes without an accelerator. Where there is one, Paddle has moved a
+            training on the CPU there, about once in 40 runs on a busy machine.
         directory: has a directory for each.
         arguments: overrides of the training arguments.
         model: overrides of the tiny model's configuration.
