@@ -213,11 +213,11 @@ def _plan(checkpoint: OpenedCheckpoint, model: SimulatedModel, wanted: list[Role
     source, report = times.of(
         "**mapping**: stored and live proved, composed; bound before", lambda: resume_source(checkpoint, rules)
     )
-    report.refuse("benchmark")
+    report.raise_error("benchmark")
     items, each = 0, Timings()
     for rank, roles in enumerate(wanted):
         plan = each.of(str(rank), partial(plan_reads, source, roles))
-        plan.report.refuse("benchmark")
+        plan.report.raise_error("benchmark")
         items += len(plan.items)
     _note(times, "**plans of 8 ranks**", sum(each.seconds.values()))
     _note(times, "the slowest of them", max(each.seconds.values()))

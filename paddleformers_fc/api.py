@@ -32,11 +32,11 @@ from paddleformers_fc.api_arguments import (
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.diff_checkpoints import Difference, compare_checkpoints
 from paddleformers_fc.execute.digest import read_canonical
-from paddleformers_fc.execute.export import ExportReport, export_opened, refuse_dtype, refuse_overlap, refuse_target
-from paddleformers_fc.execute.merging import refuse_other_base
+from paddleformers_fc.execute.export import ExportReport, check_dtype, check_no_overlap, check_target, export_opened
+from paddleformers_fc.execute.merging import check_same_base
 from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.formats.adapters import config_of_base, refuse_rewriting, require_adapters
+from paddleformers_fc.formats.adapters import check_rewritable, config_of_base, require_adapters
 from paddleformers_fc.formats.checkpoint import TIED_WAYS, with_role, with_tied
 from paddleformers_fc.formats.flex import FLEX_WRITER
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, HUGGINGFACE_WRITER, open_huggingface
@@ -56,7 +56,7 @@ from paddleformers_fc.plan.explain import Explanation, explain_tensor
 from paddleformers_fc.plan.forecast import GridPlan, PlanFlows, plan_load
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.manifest import refuse_level
+from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import RemotePath, parse_named, parse_target
 from paddleformers_fc.text import natural
 
@@ -225,7 +225,7 @@ class Checkpoint:
             >>> paddleformers_fc.open("out/checkpoint-3").verify().passed
             True
         """
-        refuse_level(level)
+        check_level(level)
         outcome, problem = verify_checkpoint(self._opened.catalog.root, level)
         if problem is not None:
             raise problem
@@ -341,20 +341,20 @@ class Checkpoint:
         require_or_none(DIRECTORY, base=base)
         require(FLAG, accept_base=accept_base)
         target = parse_target(directory, "An export")
-        refuse_rewriting(self._opened)
+        check_rewritable(self._opened)
         opened = with_role(self._opened, role)
         writer = writer_of(format) if format else default_writer(self._opened)
         merged = None if base is None else _base_of(self._opened, base, verify, accept_base)
         if merged is not None:
             writer = writer_of("huggingface")
-        refuse_dtype(dtype)
+        check_dtype(dtype)
         if dtype and (merged is not None or writer is not HUGGINGFACE_WRITER):
             raise OptionError(
                 "Adapters are exported in their own dtype.",
                 where="--dtype",
                 next_step="Leave out --dtype (dtype=), or merge the adapters first and convert the merged model.",
             )
-        refuse_target(target, self._opened.model_files, replace, writer)
+        check_target(target, self._opened.model_files, replace, writer)
         chosen = structs.replace(with_tied(opened, tied), unread=verify == "full")
         return export_opened(chosen, target, max_shard_bytes, writer=writer, base=merged, dtype=dtype)
 
@@ -396,13 +396,13 @@ class Checkpoint:
         target, (_, writer) = parse_target(directory, "A conversion"), conversion_target(format)
         opened = self._opened
         if writer is not FLEX_WRITER:
-            refuse_rewriting(opened)
+            check_rewritable(opened)
         root = opened.catalog.root
         given = config_of_base(opened) if config is None else require_config(parse_named(config))
         if opened.commit_record is None and (verify == "full" or given is not opened.config):
             opened = open_checkpoint(root, verify, config=given)
-        refuse_overlap(root, target)
-        refuse_target(target, opened.model_files, replace, writer)
+        check_no_overlap(root, target)
+        check_target(target, opened.model_files, replace, writer)
         unread = verify == "full" and opened.commit_record is not None
         return export_opened(
             structs.replace(with_tied(opened, tied), unread=unread), target, max_shard_bytes, writer=writer
@@ -436,7 +436,7 @@ def open(
     """
     require(DIRECTORY, path_or_url=path_or_url)
     require_or_none(DIRECTORY, config=config)
-    refuse_level(verify)
+    check_level(verify)
     given = None if config is None else require_config(parse_named(config))
     return Checkpoint(open_checkpoint(parse_named(path_or_url), verify, roles, given))
 
@@ -445,7 +445,7 @@ def _base_of(adapters: OpenedCheckpoint, base: Location, verify: str, accept: bo
     """Return the opened base of a checkpoint of adapters."""
     opened = open_huggingface(parse_named(base), verify)
     if not accept:
-        refuse_other_base(require_adapters(adapters), opened.catalog.root, opened.files)
+        check_same_base(require_adapters(adapters), opened.catalog.root, opened.files)
     return opened
 
 
@@ -462,4 +462,4 @@ def _require_writing(directory: Location, max_shard_bytes: int, verify: str, rep
     require(COUNT, max_shard_bytes=max_shard_bytes)
     require(FLAG, replace=replace)
     require(one_of(TIED_WAYS), tied=tied)
-    refuse_level(verify)
+    check_level(verify)

@@ -28,12 +28,12 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _refuse_both()
+    _check_not_both()
     upstream.require(TRAINERS[PADDLENLP])
     return getattr(importlib.import_module(home), name)
 
 
-def _refuse_both() -> None:
+def _check_not_both() -> None:
     if upstream.is_installed(PADDLEFORMERS):
         raise EnvironmentMismatch(
             "paddleformers_fc.nlp is for environments without PaddleFormers, and this one has it.",

@@ -85,7 +85,7 @@ def start(directory: Path, held: Held) -> Done:
     optional = OptionalNames(family_for(model.config), model)
     source, report = huggingface_source(catalog, model_rules(model, shards[MODEL_STATE]), optional)
     plan = plan_reads(source, shards)
-    plan.report.merge([report]).refuse(str(directory))
+    plan.report.merge([report]).raise_error(str(directory))
     return Done(execute_reads(plan, directory, slots_of(held.roles), DEFAULT_OPTIONS, catalog.identities))
 
 

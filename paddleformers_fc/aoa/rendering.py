@@ -86,7 +86,7 @@ def render(rules: RuleSet, hints: Hints | None = None, *, reverse: bool = False)
     cuts: tuple[Cuts, Cuts] = (hints.left, rules.cuts)
     if reverse:
         mapping, cuts = mapping.reversed(), cuts[::-1]
-    _refuse(fault for rule in rules.rules for fault in _faults_of(rule, reverse))
+    _raise_faults(fault for rule in rules.rules for fault in _faults_of(rule, reverse))
     writer = _Writer(hints, cuts, (*mapping.sources, *mapping.targets))
     components = [one for one in _components(rules, reverse, writer) if one.texts]
     statements = [f"{name} -> _" for name in sorted(mapping.dropped)]
@@ -273,7 +273,7 @@ def _parts(rule: Rule) -> Iterator[_Text]:
         )
         count = mapping.sources[name].shape[along] // units[name]
         if count > _MOST_PARTS:
-            _refuse([f"{name}: the language has equal splits only, and this one has {count} parts"])
+            _raise_faults([f"{name}: the language has equal splits only, and this one has {count} parts"])
         if count > 1:
             yield _Text((read,), (f"{name}[0:{count}]",), f"axis={rule.axis}")
             reads[name] = ""
@@ -293,7 +293,7 @@ def _in_order(components: Sequence[_Component], index: NameIndex) -> list[str]:
     try:
         sorter.prepare()
     except CycleError as error:
-        _refuse([f"names change places: {', '.join(components[place].reads[0] for place in error.args[1])}"])
+        _raise_faults([f"names change places: {', '.join(components[place].reads[0] for place in error.args[1])}"])
     statements: list[str] = []
     while sorter.is_active():
         ready = sorter.get_ready()
@@ -361,7 +361,7 @@ def _patterned(texts: tuple[_Text, ...], positions: tuple[int, ...]) -> tuple[_N
     return () if any("" in (*text.left, *text.right) for text in found) else numbers, tuple(found)
 
 
-def _refuse(faults: Iterable[str]) -> None:
+def _raise_faults(faults: Iterable[str]) -> None:
     evidence = fold(dict.fromkeys(faults))
     if evidence:
         raise MappingError(
@@ -376,7 +376,7 @@ def _verify(statements: list[str], mapping: TensorMapping, cuts: tuple[Cuts, Cut
     try:
         back = parse(statements, _tensors(mapping.sources, cuts[0]), _tensors(mapping.targets, cuts[1]))
     except MappingError as error:
-        _refuse(error.evidence)
+        _raise_faults(error.evidence)
         raise
     differs = any(faults_of(back)) or any(disagreements(back, mapping))
     if differs or (back.fresh, back.dropped) != (mapping.fresh, mapping.dropped):

@@ -52,7 +52,7 @@ def this_node(environment: Mapping[str, str]) -> ThisNode:
             f"RANK={rank} is not a node of this job, which has {count}.", "Number the nodes from 0 to NNODES - 1."
         )
     master = _resolved(environment["MASTER_ADDR"])
-    _refuse_loopback(environment, master)
+    _check_no_loopback(environment, master)
     port = str(_whole(environment, "MASTER_PORT", _DEFAULT_PORT, 1))
     # The launcher compares addresses as text: with a hostname it would not serve its rendezvous.
     return ThisNode(count, rank, {"MASTER_ADDR": master, "MASTER_PORT": port})
@@ -93,7 +93,7 @@ def _resolved(master: str) -> str:
         ) from error
 
 
-def _refuse_loopback(environment: Mapping[str, str], master: str) -> None:
+def _check_no_loopback(environment: Mapping[str, str], master: str) -> None:
     """Refuse a hostname of this node that resolves to a loopback address."""
     own = environment.get("POD_IP") or _own_address()
     if ipaddress.ip_address(own).is_loopback and not ipaddress.ip_address(master).is_loopback:

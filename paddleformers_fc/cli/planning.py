@@ -59,7 +59,7 @@ def write_page(file: Path, found: PlanFlows, ranks_per_node: int) -> None:
         StorageError: the operating system refused.
     """
     template = Path(__file__).with_name("plan_report.html").read_text(encoding="utf-8")
-    _refuse_other_file(file, template.partition("</title>")[0].encode())
+    _check_is_plan(file, template.partition("</title>")[0].encode())
     document = {**msgspec.to_builtins(found), "ranks_per_node": ranks_per_node}
     # Names come from disks: none may end the element that contains them.
     text = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
@@ -73,7 +73,7 @@ def write_page(file: Path, found: PlanFlows, ranks_per_node: int) -> None:
         raise
 
 
-def _refuse_other_file(file: Path, page_begin: bytes) -> None:
+def _check_is_plan(file: Path, page_begin: bytes) -> None:
     """Refuse to replace a file that no plan was written to, such as one of a checkpoint."""
     if not is_directory(file.parent):
         raise OptionError(

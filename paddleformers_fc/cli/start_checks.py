@@ -22,7 +22,7 @@ from msgspec import structs
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch, MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
-from paddleformers_fc.families.changes import ABSENT, OPTION, config_changes, refuse_changes
+from paddleformers_fc.families.changes import ABSENT, OPTION, check_changes_allowed, config_changes
 from paddleformers_fc.families.declarations import DIVIDED
 from paddleformers_fc.formats.registry import is_resumable, open_weights, read_config, saved_run
 from paddleformers_fc.layout.grid import ParallelGrid
@@ -33,7 +33,7 @@ from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_path
 from paddleformers_fc.storage.remote_writes import check_remote_writable
 from paddleformers_fc.text import count_text, likely_meant
 from paddleformers_fc.trainer import options, resume, tiers
-from paddleformers_fc.trainer.stock_keys import StockTable, refuse_values, stock_table
+from paddleformers_fc.trainer.stock_keys import StockTable, check_values, stock_table
 
 Values = Mapping[str, Any]
 """The settings, and the default of every missing key of PaddleFormers and of this package."""
@@ -88,8 +88,8 @@ def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> SimpleN
     """
     stock = stock_table()
     options.check_settings(settings)
-    _refuse_unknown_keys(settings, {} if is_extended else stock.keys)
-    refuse_values(settings, stock.keys, is_extended)
+    _check_keys_known(settings, {} if is_extended else stock.keys)
+    check_values(settings, stock.keys, is_extended)
     defaults = {key: one.default for key, one in stock.keys.items()}
     checked = SimpleNamespace(**{_RESUME: None, **defaults, **vars(options.FlexFields()), **settings})
     options.check_options(checked)
@@ -97,9 +97,9 @@ def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> SimpleN
     faults = [*_missing_paths(settings)]
     if is_stock:
         faults += [*_schedule_faults(values), *_pipeline_faults(values)]
-    _refuse(faults, "Correct the listed keys. Relative paths begin in the working directory.")
+    _raise_faults(faults, "Correct the listed keys. Relative paths begin in the working directory.")
     if not checked.flex_checkpoint:
-        _refuse_resume_by_paddleformers(values)
+        _check_resumed_by_us(values)
     elif (url := options.upload_url(checked)) is not None:
         check_remote_writable(url)
     _check_local_tier(checked, nodes)
@@ -108,7 +108,7 @@ def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> SimpleN
         given = {key: value for key, value in settings.items() if value is not None}
         _check_model(given, values, stock)
         if found is not None:
-            _refuse_another_model(given, values, found)
+            _check_same_model(given, values, found)
     return checked
 
 
@@ -124,10 +124,10 @@ def check_ranks(values: Values, ranks: int, is_extended: bool) -> None:
     """
     if stock_table().keys:
         faults = [*_rank_faults(values, ranks), *(() if is_extended else _fused_norm(values))]
-        _refuse(faults, "Change the listed keys, or start another number of ranks with --nproc.")
+        _raise_faults(faults, "Change the listed keys, or start another number of ranks with --nproc.")
 
 
-def _refuse(faults: Sequence[str], next_step: str) -> None:
+def _raise_faults(faults: Sequence[str], next_step: str) -> None:
     """Raise one error with the faults, if there are any.
 
     Raises:
@@ -142,7 +142,7 @@ def _refuse(faults: Sequence[str], next_step: str) -> None:
         )
 
 
-def _refuse_unknown_keys(settings: Mapping[str, Any], stock: Mapping[str, Any]) -> None:
+def _check_keys_known(settings: Mapping[str, Any], stock: Mapping[str, Any]) -> None:
     """Refuse unknown keys; without a table of PaddleFormers' keys those that look like keys of this package.
 
     Raises:
@@ -161,14 +161,14 @@ def _check_local_tier(checked: SimpleNamespace, nodes: int) -> None:
 
     Raises:
         StorageError: the operating system refused.
-        OptionError: see :func:`.tiers.refuse_foreign`.
+        OptionError: see :func:`.tiers.check_own`.
     """
     local = options.local_dir(checked)
     if local is not None:
         check_writable(local)
     if local is not None and nodes == 1:
         record = tiers.read_record(Path(expand_user(checked.output_dir)))
-        tiers.refuse_foreign(local, "" if record is None else record.id)
+        tiers.check_own(local, "" if record is None else record.id)
 
 
 def _missing_paths(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -336,12 +336,12 @@ def checkpoint_to_resume(values: Values, nodes: int) -> AnyPath | None:
 
 def _checked_checkpoint(found: AnyPath, values: Values, nodes: int) -> AnyPath | None:
     if not isinstance(found, Path):
-        resume.refuse_no_checkpoint(found)
+        resume.require_checkpoint(found)
         return found
     if nodes > 1:
         return None  # Files may be on disks of other nodes; the ranks check together.
     try:
-        resume.refuse_no_checkpoint(found)
+        resume.require_checkpoint(found)
     except NotACheckpoint as error:
         if exists(found):
             raise
@@ -354,7 +354,7 @@ def _checked_checkpoint(found: AnyPath, values: Values, nodes: int) -> AnyPath |
     return found
 
 
-def _refuse_resume_by_paddleformers(values: Values) -> None:
+def _check_resumed_by_us(values: Values) -> None:
     """Refuse a resume by PaddleFormers itself of a flex checkpoint, which it cannot read.
 
     Raises:
@@ -424,7 +424,7 @@ def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) ->
             raise
 
 
-def _refuse_another_model(given: Mapping[str, Any], values: Values, checkpoint: AnyPath) -> None:
+def _check_same_model(given: Mapping[str, Any], values: Values, checkpoint: AnyPath) -> None:
     """Refuse a local model if the checkpoint to resume is of another one.
 
     Only keys in both configurations are compared. Two kinds of keys are left out: PaddleFormers replaces the values of
@@ -445,7 +445,7 @@ def _refuse_another_model(given: Mapping[str, Any], values: Values, checkpoint: 
     unfit = [one for one in changes if any(key.rpartition(".")[2] in _SIZES for key in one.keys)]
     try:
         unfit = [structs.replace(one, because="tensors have other shapes or names") for one in unfit]
-        refuse_changes(unfit, (), str(checkpoint), fits=False)
-        refuse_changes(changes, values.get(OPTION) or (), str(checkpoint))
+        check_changes_allowed(unfit, (), str(checkpoint), fits=False)
+        check_changes_allowed(changes, values.get(OPTION) or (), str(checkpoint))
     except MismatchError as error:
         raise error if isinstance(values[_RESUME], str) else resume.with_new_run_advice(error) from None

@@ -545,7 +545,7 @@ def _wire_form(error: Exception, doing: str) -> str:
     return error.to_wire()
 
 
-def refuse_failed(channel: Channel, errors: Sequence[str], cause: BaseException | None = None) -> None:
+def raise_failures(channel: Channel, errors: Sequence[str], cause: BaseException | None = None) -> None:
     """Raise the errors of all ranks that failed as one error.
 
     Args:

@@ -104,7 +104,7 @@ def require_plan(source: ReadSource, layout: ShardsByRole) -> LoadPlan:
         FlexError: the tensors do not fit what is stored, or copies of a tied tensor differ.
     """
     catalog, plan = source.catalog, plan_reads(source, layout)
-    plan.report.refuse(str(catalog.root))
+    plan.report.raise_error(str(catalog.root))
     verify_equal(plan.checks, catalog.root, identities=catalog.identities)
     return plan
 

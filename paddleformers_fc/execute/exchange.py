@@ -48,21 +48,21 @@ from paddleformers_fc.distributed.channel import (
     all_gather_checked,
     decoder_of,
     gather_and_keep,
-    refuse_failed,
+    raise_failures,
     run_on_all,
 )
 from paddleformers_fc.errors import FlexError, MismatchError, StorageError
-from paddleformers_fc.execute.opening import FillMessage, refuse_damaged
+from paddleformers_fc.execute.opening import FillMessage, check_undamaged
 from paddleformers_fc.execute.phases import PhaseTimer, Slowest, rounded, slowest_of
 from paddleformers_fc.execute.reading import (
     ArraySlot,
     Key,
     Slot,
+    check_digests_equal,
     digests_of,
     execute_reads,
     item_view,
     read_parts,
-    refuse_unequal,
     verify_equal,
 )
 from paddleformers_fc.formats.catalog import EVERYONE
@@ -345,8 +345,8 @@ def read_redistributed(
 
     messages, (done, failure) = gather_and_keep(channel, f"reading {storage.root.name}", fill, FillMessage)
     effect = ", and tensors that were being filled are undefined"
-    refuse_damaged(storage.root, channel, messages, storage.recorded.next_step, effect)
-    refuse_failed(channel, [one.refusal for one in messages], failure)
+    check_undamaged(storage.root, channel, messages, storage.recorded.next_step, effect)
+    raise_failures(channel, [one.refusal for one in messages], failure)
     return structs.replace(done, slowest=slowest_of("read", [one.seconds for one in messages]))
 
 
@@ -443,7 +443,7 @@ def compare_redistributed(
     compare = partial(verify_equal, tuple(checks), storage.root, options, storage.identities)
     if storage.visible_to:
         sides = [side for check in checks for side in (check.left, check.right)]
-        compare = partial(refuse_unequal, checks, _agreed_digests(sides, storage, channel, options), storage.root)
+        compare = partial(check_digests_equal, checks, _agreed_digests(sides, storage, channel, options), storage.root)
     run_on_all(channel, "comparing tied tensors", compare)
 
 

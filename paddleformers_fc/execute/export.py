@@ -62,7 +62,7 @@ from paddleformers_fc.plan.sources import canonical_layout, canonical_source, mo
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.dtypes import model_dtype
-from paddleformers_fc.storage.files import exists, list_directory, real_path, refuse_file
+from paddleformers_fc.storage.files import check_not_file, exists, list_directory, real_path
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 
@@ -70,7 +70,7 @@ _KEYS = ("torch_dtype", "dtype")
 """The keys of a configuration that name the dtype of the weights."""
 
 
-def refuse_dtype(dtype: str) -> None:
+def check_dtype(dtype: str) -> None:
     """Refuse a dtype that an export cannot have.
 
     Raises:
@@ -100,7 +100,7 @@ def recast(
     """
     weights = layout[MODEL_STATE]
     stored = model_dtype({shard.dtype for shard in weights.values()})
-    refuse_dtype(stored)
+    check_dtype(stored)
     kept = _kept(checkpoint) if stored == "float32" else frozenset()
     changed = {
         name: msgspec.structs.replace(shard, dtype=dtype) if shard.dtype == stored and name not in kept else shard
@@ -222,7 +222,7 @@ def export_opened(
     if checkpoint.unread:
         blocks = ((one, range(one.count)) for one in checkpoint.recorded.values())
         compare_on_all(checkpoint.catalog.root, blocks, checkpoint.catalog.identities, ALONE)
-    _refuse_untied(plan)
+    _check_copies_equal(plan)
     documents = {**_model_files(checkpoint), **plan.writer.documents(checkpoint, plan.files)}
     if dtype:
         documents = recast_documents(documents, dtype)
@@ -271,10 +271,10 @@ def _plan_export(
 ) -> ExportPlan:
     """Return what an export writes; see :func:`export_opened` for the arguments."""
     directory = checkpoint.catalog.root
-    refuse_checkpoint(target)
+    check_no_checkpoint(target)
     for one in (directory, *([] if base is None else [base.catalog.root])):
         if isinstance(target, RemotePath):  # Older files there are deleted before the source is read.
-            refuse_overlap(one, target)
+            check_no_overlap(one, target)
     if checkpoint.format.canonical and (writer is None or writer is HUGGINGFACE_WRITER):
         raise not_a_flex_checkpoint(checkpoint.format, directory, checkpoints_advice(directory))
     merge = None if base is None else read_merge(checkpoint, base)
@@ -321,14 +321,14 @@ def export_source(checkpoint: OpenedCheckpoint, writer: ExportWriter) -> ReadSou
         return canonical_source(checkpoint)
     if checkpoint.format.canonical:
         source, report = model_source(checkpoint, rules)
-        report.refuse(str(checkpoint.catalog.root), stored=OPEN_WEIGHTS)
+        report.raise_error(str(checkpoint.catalog.root), stored=OPEN_WEIGHTS)
     else:
         source, report = resume_source(checkpoint, rules)
-        report.refuse(str(checkpoint.catalog.root))
+        report.raise_error(str(checkpoint.catalog.root))
     return source
 
 
-def refuse_checkpoint(target: AnyPath) -> None:
+def check_no_checkpoint(target: AnyPath) -> None:
     """Refuse to export into a finished checkpoint.
 
     Raises:
@@ -342,7 +342,7 @@ def refuse_checkpoint(target: AnyPath) -> None:
         )
 
 
-def refuse_target(
+def check_target(
     target: AnyPath, documents: Sequence[str], replace: bool, writer: ExportWriter = HUGGINGFACE_WRITER
 ) -> None:
     """Refuse a target that is a file, is inside a checkpoint, or has a model that may not be replaced.
@@ -355,7 +355,7 @@ def refuse_target(
     Raises:
         OptionError: the target is refused.
     """
-    refuse_file(target)
+    check_not_file(target)
     inside = next((path for path in _with_parents(target) if exists(path / MANIFEST_NAME)), None)
     if inside is not None:
         raise OptionError(
@@ -392,7 +392,7 @@ def _with_parents(target: AnyPath) -> Sequence[AnyPath]:
     return found
 
 
-def refuse_overlap(source: AnyPath, target: AnyPath) -> None:
+def check_no_overlap(source: AnyPath, target: AnyPath) -> None:
     """Refuse a target that is the directory of the source, or inside of it: sources are never written to.
 
     Raises:
@@ -408,7 +408,7 @@ def refuse_overlap(source: AnyPath, target: AnyPath) -> None:
         )
 
 
-def _refuse_untied(plan: ExportPlan) -> None:
+def _check_copies_equal(plan: ExportPlan) -> None:
     """Refuse tied weights and states whose stored copies differ: an export contains one of them."""
     source = plan.source
     tied = {name for owner in source.stored_aliases.values() for name in source.mapping.readers.get(owner, ())}

@@ -158,7 +158,7 @@ def plan_batches(source: ReadSource, files: Sequence[OutputFile], max_bytes: int
     planner = Planner(source)
     for file in files:
         items = [planner.items(file.role, tensor) for tensor in file.tensors]
-        planner.report.refuse(str(source.catalog.root))
+        planner.report.raise_error(str(source.catalog.root))
         some: list[_TensorRange] = []
         begin = used = 0
         planned = zip(file.tensors, items, strict=True)

@@ -16,7 +16,7 @@ from paddleformers_fc.distributed.channel import Channel, gather_and_keep, run_o
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.errors import FormatError
 from paddleformers_fc.execute.commit_coordinator import staging_beside
-from paddleformers_fc.execute.export import ExportReport, finish_export, refuse_checkpoint, report_of
+from paddleformers_fc.execute.export import ExportReport, check_no_checkpoint, finish_export, report_of
 from paddleformers_fc.execute.export_files import LocalExport
 from paddleformers_fc.execute.save import LivePart
 from paddleformers_fc.execute.stream import (
@@ -74,7 +74,7 @@ def save_weights(
         consistency = ConsistencyCheck(f"exporting to {target.name}", facts)
 
         def begin() -> tuple[list[bytes], tuple[LivePart, dict[bytes, StreamPlan]]]:
-            refuse_checkpoint(target)
+            check_no_checkpoint(target)
             part = part_of(roles, model)
             plans = known_plans(part, request, channel.rank)
             return list(plans), (part, plans)

@@ -45,10 +45,10 @@ from paddleformers_fc.families import ModelDescription, OptionalNames, family_fo
 from paddleformers_fc.families.changes import (
     OPTION,
     Change,
+    check_adapters_on_both_sides,
+    check_changes_allowed,
     config_changes,
     of_adapters,
-    refuse_adapters_of_one_side,
-    refuse_changes,
     without_patterns,
 )
 from paddleformers_fc.families.description import Adapters, shared_copies
@@ -313,10 +313,10 @@ def prepare_load(
     changes = config_changes(checkpoint.known, model, complete=not checkpoint.known.partial)
     root = str(checkpoint.catalog.root)
     if report.lines:
-        refuse_adapters_of_one_side(checkpoint.known, model, root)
-        refuse_changes(of_adapters(changes), terms.may_change, root, fits=False)
-        report.refuse(root, _family_difference(checkpoint.known, model))
-    refuse_changes(without_patterns(changes), terms.may_change, root)
+        check_adapters_on_both_sides(checkpoint.known, model, root)
+        check_changes_allowed(of_adapters(changes), terms.may_change, root, fits=False)
+        report.raise_error(root, _family_difference(checkpoint.known, model))
+    check_changes_allowed(without_patterns(changes), terms.may_change, root)
     _compare_copies(load, checkpoint.catalog)
     return structs.replace(load, changes=tuple(changes))
 
@@ -464,15 +464,15 @@ def prepare_weights(
     seen = _consistency_check(directory, model, facts)
     load, report = _agree(opened.catalog, target, partial(_plan_weights, opened, target), recorded, seen)
     if model.adapters is not None:
-        _refuse_other_adapters(opened, model.adapters)
-    report.refuse(str(directory), stored=OPEN_WEIGHTS)
+        _check_same_adapters(opened, model.adapters)
+    report.raise_error(str(directory), stored=OPEN_WEIGHTS)
     _compare_copies(load, opened.catalog)
     return load
 
 
 def _plan_weights(opened: OpenedCheckpoint, target: LoadTarget, roles: Roles) -> _Preflight:
     """Plan this rank's reads of open weights."""
-    from paddleformers_fc.formats.huggingface import linear_weights, refuse_unproved_orientation
+    from paddleformers_fc.formats.huggingface import check_orientation, linear_weights
     from paddleformers_fc.formats.quantized import in_float32
 
     model, shards, beside = target.model, describe_roles(roles), ModelDescription(opened.config)
@@ -482,7 +482,7 @@ def _plan_weights(opened: OpenedCheckpoint, target: LoadTarget, roles: Roles) ->
     if opened.format.canonical:
         # Each part of a fused layer may have a copy of the inputs that the layer's adapter shares.
         aliases |= shared_copies(rules)
-        refuse_unproved_orientation(opened, linear_weights(rules))
+        check_orientation(opened, linear_weights(rules))
         source, report = huggingface_source(in_float32(opened.catalog), rules, optional, aliases)
     else:
         source, report = resume_source(opened, rules)
@@ -492,7 +492,7 @@ def _plan_weights(opened: OpenedCheckpoint, target: LoadTarget, roles: Roles) ->
     return _Preflight(plan, plan.report.merge([report]), optional=optional)
 
 
-def _refuse_other_adapters(opened: OpenedCheckpoint, wanted: Adapters) -> None:
+def _check_same_adapters(opened: OpenedCheckpoint, wanted: Adapters) -> None:
     """Refuse adapters of another rank or scaling than those of the model.
 
     Raises:
@@ -588,7 +588,7 @@ def _agree(
     everyone, (own, roles, slots, blocks, parts) = gather_and_keep(
         channel, "planning", planned, _PreflightMessage, consistency, marks=marks
     )
-    _refuse_different_ways(everyone)
+    _check_same_way(everyone)
     merged = Report({line for one in everyone for line in one.report})
     wanted = frozenset(role for one in everyone for role in one.roles)
     untouched = _untouched(catalog, marks, wanted)
@@ -674,7 +674,7 @@ def _compare_copies(load: PreparedLoad, catalog: Catalog) -> None:
     target.timer.end("agree")
 
 
-def _refuse_different_ways(everyone: Sequence[_PreflightMessage]) -> None:
+def _check_same_way(everyone: Sequence[_PreflightMessage]) -> None:
     """Refuse ranks that read shared ranges in different ways: those that share reads would wait for the others."""
     if len({one.way for one in everyone}) > 1:
         raise OptionError(

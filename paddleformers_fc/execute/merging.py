@@ -20,7 +20,7 @@ from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.description import A, Adapters, B, is_adapter, shared_copies
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.formats.huggingface import refuse_unproved_orientation
+from paddleformers_fc.formats.huggingface import check_orientation
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.block_checksums import digest_of
@@ -105,13 +105,13 @@ def read_merge(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Merge:
         deltas_of(tensors, shared_copies(checkpoint.rules), adapters),
         {name: array.reshape(-1) for name, array in tensors.items() if not is_adapter(name)},
     )
-    refuse_unproved_orientation(base, merge.deltas)
-    _refuse_unlike(merge, {name: tensors[name] for name in merge.trained}, base)
-    _refuse_tied(merge, {**canonical_ties(ModelDescription(dict(base.config))), **ties}, base.catalog.root)
+    check_orientation(base, merge.deltas)
+    _check_alike(merge, {name: tensors[name] for name in merge.trained}, base)
+    _check_not_tied(merge, {**canonical_ties(ModelDescription(dict(base.config))), **ties}, base.catalog.root)
     return merge
 
 
-def refuse_other_base(adapters: Adapters, base: AnyPath, files: frozenset[str]) -> None:
+def check_same_base(adapters: Adapters, base: AnyPath, files: frozenset[str]) -> None:
     """Refuse a base whose files are not those that the adapters were trained on.
 
     Args:
@@ -158,7 +158,7 @@ def deltas_of(tensors: Mapping[str, Array], shared: Mapping[str, str], adapters:
     return deltas
 
 
-def _refuse_tied(merge: Merge, ties: Mapping[str, str], base: AnyPath) -> None:
+def _check_not_tied(merge: Merge, ties: Mapping[str, str], base: AnyPath) -> None:
     """Refuse adapters of a tied tensor: they change a product with one of its names, and the other is its copy."""
     faults = [
         f"{name}: has adapters, and {alias} is a copy of {owner}"
@@ -176,7 +176,7 @@ def _refuse_tied(merge: Merge, ties: Mapping[str, str], base: AnyPath) -> None:
         )
 
 
-def _refuse_unlike(merge: Merge, trained: Mapping[str, Array], base: OpenedCheckpoint) -> None:
+def _check_alike(merge: Merge, trained: Mapping[str, Array], base: OpenedCheckpoint) -> None:
     stored = base.catalog.roles[MODEL_STATE]
     quantized = [
         f"{name}: {stored[name].dtype}"

@@ -38,7 +38,7 @@ from paddleformers_fc.distributed.channel import (
     broadcast,
     format_ranks,
     gather_and_keep,
-    refuse_failed,
+    raise_failures,
     run_on_all,
 )
 from paddleformers_fc.errors import CheckpointError, Corrupt, FlexError
@@ -51,17 +51,17 @@ from paddleformers_fc.plan.transfer_plan import VisibleTo
 from paddleformers_fc.storage.block_checksums import compare_blocks, compare_documents
 from paddleformers_fc.storage.checksum import INDEX_NAME, MISSING, FileChecksum, is_document
 from paddleformers_fc.storage.files import open_regular, read_range, stat_path
-from paddleformers_fc.storage.identities import Identities, identity_of, refuse_replaced
+from paddleformers_fc.storage.identities import Identities, check_unreplaced, identity_of
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
     RESTORE,
     Manifest,
     Surroundings,
+    check_level,
+    check_newest,
     extra_files,
     manifest_seal,
     read_manifest,
-    refuse_as_newest,
-    refuse_level,
     repair_advice,
 )
 from paddleformers_fc.storage.paths import AnyPath
@@ -216,7 +216,7 @@ def open_on_all_ranks(
             of this call on one rank is raised on all.
         documents: documents to read with the metadata, as far as the coordinator can; see :func:`hold_documents`.
     """
-    refuse_level(verify)
+    check_level(verify)
     sent = _broadcast_metadata(directory, channel, documents, consistency)
     return open_sent(directory, channel, sent, verify, config).checkpoint
 
@@ -369,7 +369,7 @@ def open_sent(
     reports, built = gather_and_keep(channel, f"opening {directory.name}", look, _Report, consistency)
     disks, everyone = _Disks(reports, channel), [one.names for one in reports]
     if not disks.ranks:
-        refuse_failed(channel, [one.fault for one in reports])
+        raise_failures(channel, [one.fault for one in reports])
         return Opening(opened[0], False, everyone)
     found = metadata
     if found is None:
@@ -385,7 +385,7 @@ def open_sent(
             lambda: _check(directory, channel, known, identity, disks, verify, as_newest),
             _Checked,
         )
-    visible_to = _refuse_faults(directory, channel, known.manifest, checked, disks)
+    visible_to = _require_complete(directory, channel, known.manifest, checked, disks)
     catalog = structs.replace(built[0].catalog, visible_to=visible_to)
     checkpoint = structs.replace(built[0], catalog=catalog, unread=verify == "full")
     return Opening(checkpoint, disks.is_one, everyone)
@@ -397,7 +397,7 @@ def _built(
     """Return the checkpoint of the metadata that all ranks have; a damaged document is refused by each of them."""
     manifest, sent = metadata.manifest, metadata.documents
     if as_newest:
-        refuse_as_newest(directory, manifest)
+        check_newest(directory, manifest)
     documents = {name: raw if name == INDEX_NAME else zlib.decompress(raw) for name, raw in sent.items()}
     for name in DOCUMENTS:
         if name not in sent:
@@ -451,17 +451,17 @@ def _check(
     return _Checked(bool(found.faults or strangers), evidence, refusal, "", bits, len(strangers)), built
 
 
-def _refuse_faults(
+def _require_complete(
     directory: AnyPath, channel: Channel, manifest: Manifest, checked: Sequence[_Checked], disks: _Disks
 ) -> dict[str, tuple[int, ...]]:
     """Refuse what the ranks have found; return the ranks with access to every file that not all ranks see."""
-    _refuse_different(directory, _summary(manifest), checked, disks)
+    _check_same_checkpoint(directory, _summary(manifest), checked, disks)
     strangers = sum(one.strangers for one in checked)
     advice = repair_advice(strangers > 0, sum(len(one.evidence) for one in checked) > strangers)
-    refuse_damaged(directory, channel, checked, advice)
+    check_undamaged(directory, channel, checked, advice)
     visible_to = disks.visible_to(checked, manifest)
-    _refuse_invisible(directory, visible_to, disks.blind)
-    refuse_failed(channel, [one.refusal for one in checked])
+    _check_visible(directory, visible_to, disks.blind)
+    raise_failures(channel, [one.refusal for one in checked])
     return visible_to
 
 
@@ -478,7 +478,7 @@ def _summary(manifest: Manifest) -> str:
     return f"step {manifest.step}, {ranks}, {files}, sealed {manifest_seal(manifest)}"
 
 
-def _refuse_different(directory: AnyPath, saved: str, checked: Sequence[_Checked], disks: _Disks) -> None:
+def _check_same_checkpoint(directory: AnyPath, saved: str, checked: Sequence[_Checked], disks: _Disks) -> None:
     """Refuse disks with different checkpoints."""
     groups: dict[str, list[int]] = {}
     for ranks in disks.ranks.values():
@@ -492,7 +492,7 @@ def _refuse_different(directory: AnyPath, saved: str, checked: Sequence[_Checked
         )
 
 
-def _refuse_invisible(directory: AnyPath, visible_to: VisibleTo, blind: Sequence[int]) -> None:
+def _check_visible(directory: AnyPath, visible_to: VisibleTo, blind: Sequence[int]) -> None:
     """Refuse a checkpoint with files that are visible to no rank: a disk is missing."""
     lost = [path for path, ranks in visible_to.items() if not ranks]
     if not lost:
@@ -580,11 +580,11 @@ def compare_on_all(
         return FaultMessage(bool(found.faults), found.evidence, found.refusal.to_wire() if found.refusal else "")
 
     messages = all_gather_checked(channel, f"comparing checksums of {directory.name}", work, FaultMessage)
-    refuse_damaged(directory, channel, messages, next_step)
-    refuse_failed(channel, [one.refusal for one in messages])
+    check_undamaged(directory, channel, messages, next_step)
+    raise_failures(channel, [one.refusal for one in messages])
 
 
-def refuse_damaged(
+def check_undamaged(
     directory: AnyPath, channel: Channel, messages: Sequence[FaultMessage], next_step: str, effect: str = ""
 ) -> None:
     """Raise all faults of all ranks as one error, the same on every rank, if there is damage."""
@@ -610,7 +610,7 @@ def _metadata_blocks(directory: AnyPath, checksum: FileChecksum, identities: Ide
     if is_document(checksum.path) or checksum.size < _LENGTH.size:
         return range(checksum.count)
     with open_regular(directory / checksum.path) as file:
-        refuse_replaced(file, identities)
+        check_unreplaced(file, identities)
         (length,) = _LENGTH.unpack(read_range(file, 0, _LENGTH.size))
     end = min(_LENGTH.size + length, checksum.size)
     return range(-(-end // checksum.block_bytes))

@@ -29,14 +29,14 @@ from paddleformers_fc.formats.registry import (
     require_format,
     saved_run,
 )
-from paddleformers_fc.formats.stock_run import refuse_unfinished
+from paddleformers_fc.formats.stock_run import check_finished
 from paddleformers_fc.storage.commit import Leftover, leftovers, remove_leftover
 from paddleformers_fc.storage.files import exists, files_within, is_directory, stat_path
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
     candidates_in,
+    check_newest,
     read_manifest,
-    refuse_as_newest,
     verify_files,
 )
 from paddleformers_fc.storage.paths import AnyPath, parse_step
@@ -83,7 +83,7 @@ def clean(output_dir: Path, confirmed: Callable[[LeftoverFacts], bool]) -> Clean
         OptionError: the directory is a checkpoint itself.
         StorageError: the operating system refused to list it.
     """
-    refuse_checkpoint(output_dir)
+    check_no_checkpoint(output_dir)
     removed: list[LeftoverFacts] = []
     left: list[LeftoverFacts] = []
     for one in leftovers(output_dir):
@@ -93,7 +93,7 @@ def clean(output_dir: Path, confirmed: Callable[[LeftoverFacts], bool]) -> Clean
     return Cleaned(str(output_dir), removed, left)
 
 
-def refuse_checkpoint(output_dir: Path) -> None:
+def check_no_checkpoint(output_dir: Path) -> None:
     """Refuse a checkpoint where its output directory is required.
 
     Raises:
@@ -192,7 +192,7 @@ def list_output(directory: Path, local: Path | None = None) -> ListedFacts:
         OptionError: the directory is a checkpoint itself.
         StorageError: the operating system refused to list it.
     """
-    refuse_checkpoint(directory)
+    check_no_checkpoint(directory)
     found = _content(directory)
     return ListedFacts(found.path, found.checkpoints, found.leftovers, None if local is None else _content(local))
 
@@ -236,7 +236,7 @@ def _checkpoint(path: Path) -> CheckpointFacts:
         return CheckpointFacts(name=path.name, fault=error.in_one_line(), kind=kind, bytes=size)
     fault = ""
     try:
-        refuse_as_newest(path, manifest)
+        check_newest(path, manifest)
         verify_files(path, manifest, "size")
     except (CheckpointError, Diverged) as error:
         fault = error.in_one_line()
@@ -257,7 +257,7 @@ def _of_other_format(path: Path, kind: str, size: int) -> CheckpointFacts:
     """Return the facts of a checkpoint of PaddleFormers' own formats, from its headers and the Trainer's files."""
     try:
         run = saved_run(path)
-        refuse_unfinished(path, run.world_size)
+        check_finished(path, run.world_size)
     except CheckpointError as error:
         return CheckpointFacts(name=path.name, fault=error.in_one_line(), kind=kind, bytes=size)
     return CheckpointFacts(

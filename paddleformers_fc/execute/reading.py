@@ -410,7 +410,7 @@ def verify_equal(
         MismatchError: naming every pair that differs.
     """
     sides = (side for check in checks for side in (check.left, check.right))
-    refuse_unequal(checks, digests_of(sides, root, options, identities), root)
+    check_digests_equal(checks, digests_of(sides, root, options, identities), root)
 
 
 def digests_of(
@@ -451,7 +451,7 @@ def _as_item(part: StoredPart, name: str) -> ReadItem:
     return ReadItem("", name, part, 0, shape, whole(shape), tuple(range(len(shape))))
 
 
-def refuse_unequal(checks: Iterable[EqualCheck], digests: Mapping[StoredPart, bytes], root: AnyPath) -> None:
+def check_digests_equal(checks: Iterable[EqualCheck], digests: Mapping[StoredPart, bytes], root: AnyPath) -> None:
     """Refuse checks whose sides have different digests.
 
     Raises:

@@ -427,7 +427,7 @@ def differences(shards: Sequence[Mapping[str, bytes]]) -> list[str]:
     return list(fold(_lines(shards))) or ["tensors of a part of the model that several ranks hold"]
 
 
-def refuse_different(lines: Sequence[str]) -> None:
+def check_replicas_equal(lines: Sequence[str]) -> None:
     """Refuse a save of replicas that differ.
 
     Raises:

@@ -68,13 +68,13 @@ from paddleformers_fc.execute.memory import HostPieces, HostTensors, view_of
 from paddleformers_fc.execute.phases import Phases, PhaseTimer, slowest_of
 from paddleformers_fc.execute.replicas import (
     ReplicaDigests,
+    check_replicas_equal,
     differences,
     digests_by_name,
     diverged,
     group_digests,
     hash_replicas,
     hash_ties,
-    refuse_different,
     unequal_keys,
 )
 from paddleformers_fc.execute.save_plan import (
@@ -384,9 +384,9 @@ def write(planned: PlannedSave, tensors: HostTensors, rank: int) -> tuple[WriteM
     """
     part, plan, timer = planned.part, planned.plan, planned.timer
     timer.end("capture")
-    plan.refuse_failed()
+    plan.raise_failures()
     if rank == 0:
-        _refuse_unreadable(planned)
+        _check_configuration(planned)
     hashed = hash_replicas(tensors, plan.replicas if part.replicas != "off" else (), part.job.step)
     ties = hash_ties(tensors, plan.ties)
     checksums = _write_files(planned, tensors)
@@ -437,7 +437,7 @@ def _compare_and_commit(
         unequal = []
     ties = diverged(planned.plan.model_record().ties, [one.ties for one in everyone])
     if planned.part.replicas == "refuse":
-        refuse_different([*unequal, *(line for tie in ties for line in tie.differences)])
+        check_replicas_equal([*unequal, *(line for tie in ties for line in tie.differences)])
     checksums = [one.checksums for one in everyone]
     manifest = _describe(planned, checksums, unequal, ties)
     return commit_or_pack(planned.staged, manifest, checksums, planned.part.files)
@@ -518,7 +518,7 @@ def _new_plan(
     return name, plan_of_rank(planning, roles, channel.rank, records[0] if records else None)
 
 
-def _refuse_unreadable(planned: PlannedSave) -> None:
+def _check_configuration(planned: PlannedSave) -> None:
     """Refuse a configuration that is missing, or that readers of the checkpoint would refuse, on the coordinator."""
     files = planned.part.files
     if CONFIG_NAME not in files:

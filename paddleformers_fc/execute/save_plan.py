@@ -143,7 +143,7 @@ class SavePlan(msgspec.Struct, frozen=True):
     ties: tuple[CopyPart, ...] = ()
     failure: Exception | None = None
 
-    def refuse_failed(self) -> None:
+    def raise_failures(self) -> None:
         """Raise the error of planning, in work whose errors reach all ranks."""
         if self.failure is not None:
             raise self.failure
@@ -294,13 +294,13 @@ def proved_mapping(job: JobShards, model: ModelDescription) -> tuple[bytes, Mode
     if not parameters:
         raise OptionError("The model has no tensors.", where="model", next_step="Save a layer or state dict that has.")
     mapping = encode_mapping(model, model_rules(model, parameters))
-    _refuse_partial(job, parameters)
+    _check_complete(job, parameters)
     stored, rules = decode_mapping(mapping, MAPPING_NAME)
     declared_mapping(stored or model, rules, MAPPING_NAME)
     return mapping, stored or model
 
 
-def _refuse_partial(job: JobShards, parameters: Mapping[str, Shard]) -> None:
+def _check_complete(job: JobShards, parameters: Mapping[str, Shard]) -> None:
     faults: list[str] = []
     complete: set[bytes] = set()
     for role in sorted(job.roles):

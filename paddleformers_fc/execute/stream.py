@@ -390,7 +390,7 @@ def _batches(
             if rank in receivers:
                 own.extend(tensors)
                 items.update(transfers)
-        planner.report.refuse(str(_MODEL))
+        planner.report.raise_error(str(_MODEL))
         if request.is_united:
             rounds = tuple(_united_rounds(moves, request.round_bytes))
         else:

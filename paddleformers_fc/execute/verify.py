@@ -49,7 +49,7 @@ from paddleformers_fc.plan.report import CHECKPOINT, OPEN_WEIGHTS
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.files import is_directory, list_directory
-from paddleformers_fc.storage.manifest import read_manifest, refuse_diverged
+from paddleformers_fc.storage.manifest import check_not_diverged, read_manifest
 from paddleformers_fc.storage.paths import AnyPath, parse_step
 from paddleformers_fc.text import count_text
 
@@ -201,7 +201,7 @@ def _compare(checkpoint: OpenedCheckpoint, source: ReadSource, plan: LoadPlan, l
     """Compare what must be equal, and return the number of pairs, and of weights that have master weights."""
     record, rounded = checkpoint.commit_record, 0
     if record is not None:
-        refuse_diverged(checkpoint.catalog.root, record)
+        check_not_diverged(checkpoint.catalog.root, record)
     if level == "full":
         verify_equal(plan.checks, checkpoint.catalog.root, identities=checkpoint.catalog.identities)
         # Of replicas that differ one has been saved for the weight, and maybe another one for the master weight.
@@ -219,7 +219,7 @@ def _equal_text(pairs: int, rounded: int) -> str:
 def _planned(source: ReadSource, stored: str = CHECKPOINT) -> LoadPlan:
     """Return the plan that makes every canonical tensor of every role out of the stored tensors."""
     plan = plan_reads(source, canonical_layout(source))
-    plan.report.refuse(str(source.catalog.root), stored=stored)
+    plan.report.raise_error(str(source.catalog.root), stored=stored)
     return plan
 
 

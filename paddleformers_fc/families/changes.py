@@ -225,7 +225,7 @@ def without_patterns(changes: Iterable[Change]) -> list[Change]:
     return [change for change in changes if change.key not in _PATTERNS]
 
 
-def refuse_adapters_of_one_side(stored: ModelDescription, live: ModelDescription, where: str) -> None:
+def check_adapters_on_both_sides(stored: ModelDescription, live: ModelDescription, where: str) -> None:
     """Refuse a whole model where adapters are trained, and adapters where a whole model is.
 
     Args:
@@ -256,7 +256,7 @@ def refuse_adapters_of_one_side(stored: ModelDescription, live: ModelDescription
     raise MismatchError(f"{what} No weight was changed.", where=where, next_step=next_step)
 
 
-def refuse_changes(changes: Iterable[Change], allowed: Collection[str], where: str, fits: bool = True) -> None:
+def check_changes_allowed(changes: Iterable[Change], allowed: Collection[str], where: str, fits: bool = True) -> None:
     """Refuse changes of the meaning of weights that the user has not allowed.
 
     Args:

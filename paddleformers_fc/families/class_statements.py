@@ -46,10 +46,10 @@ def rules_of_statements(tensors: Tensors, forward: Program, inverse: Program | N
     back = _without(back, frozenset(tie.alias for tie in ties))
     canonical = {name: uncut(spec.shape, _NEUTRAL) for name, spec in back.targets.items()}
     mapping = evaluate(_applicable(forward, canonical, model), canonical, model, ties)
-    _refuse([*faults_of(mapping), *faults_of(back)], "The statements of the class cannot be proved.")
-    _refuse(disagreements(mapping, back.reversed()), "The statements of the two directions do not undo each other.")
+    _raise_faults([*faults_of(mapping), *faults_of(back)], "The statements of the class cannot be proved.")
+    _raise_faults(disagreements(mapping, back.reversed()), "The two directions do not undo each other.")
     rules, unknown = _rules(mapping)
-    _refuse((f"{name}: no rule moves its boxes" for name in unknown), "Rules do not express the statements.")
+    _raise_faults((f"{name}: no rule moves its boxes" for name in unknown), "Rules do not express the statements.")
     return RuleSet(
         targets={name: one.spec for name, one in tensors.items()},
         rules=tuple(rules),
@@ -59,7 +59,7 @@ def rules_of_statements(tensors: Tensors, forward: Program, inverse: Program | N
     )
 
 
-def _refuse(faults: Iterable[str], what: str) -> None:
+def _raise_faults(faults: Iterable[str], what: str) -> None:
     found = list(faults)
     if found:
         raise MappingError(what, evidence=fold(found), next_step="Correct the statements of the class.")

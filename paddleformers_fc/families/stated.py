@@ -80,7 +80,7 @@ def rules_by_name(tensors: Iterable[ModelTensor], ties: Iterable[Tie] = ()) -> R
     )
 
 
-def refuse_recut(stored: RuleSet, live: RuleSet, stated: Collection[str], where: str) -> None:
+def check_cut_alike(stored: RuleSet, live: RuleSet, stated: Collection[str], where: str) -> None:
     """Refuse tensors of equal names that are cut differently, unless a statement declares their sources.
 
     Args:

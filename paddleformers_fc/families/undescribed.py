@@ -55,7 +55,7 @@ def completed(
     for candidate in _candidates(family, model, tensors):
         refused = contradicted
         try:
-            _refuse_contradictions(family, candidate, tensors)
+            _check_no_contradictions(family, candidate, tensors)
             refused = unbound
             found.append((candidate, structs.replace(bind(family, candidate, tensors), cuts=cuts)))
         except MappingError as error:
@@ -94,7 +94,7 @@ def _first_layer(family: Family, model: ModelDescription, tensors: Sequence[Mode
     return min((numbers[_LAYER] for numbers in found if _LAYER in numbers), default=0)
 
 
-def _refuse_contradictions(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> None:
+def _check_no_contradictions(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> None:
     """Refuse a description under which the model would not have these tensors, by the conditions on open keys.
 
     Binding takes a tensor by its name whatever conditions are declared; here the description is in question.

@@ -266,7 +266,7 @@ def require_adapters(checkpoint: OpenedCheckpoint) -> Adapters:
     return adapters
 
 
-def refuse_rewriting(checkpoint: OpenedCheckpoint) -> None:
+def check_rewritable(checkpoint: OpenedCheckpoint) -> None:
     """Refuse an export of adapters in PEFT's format, or a conversion that does not make a flex checkpoint of them.
 
     Raises:

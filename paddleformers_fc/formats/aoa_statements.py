@@ -37,7 +37,7 @@ from paddleformers_fc.families.registry import OWN, own_family, tiny_models
 from paddleformers_fc.formats.registry import require_config
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.storage.files import is_directory
-from paddleformers_fc.storage.paths import refuse_empty
+from paddleformers_fc.storage.paths import check_not_empty
 from paddleformers_fc.text import fold
 
 _PER_RANK = {Geometry.FUSED_FFN: "fused_ffn", Geometry.FUSED_QKV_PER_RANK: "fused_qkv_old"}
@@ -108,7 +108,7 @@ def aoa_statements(model: str, *, reverse: bool, toy: bool = False, tp: int | No
             with it; a degree that does not divide the model, or none where the statements depend on it.
         MappingError: no family declares the model, or the language cannot express its mapping.
     """
-    refuse_empty(model)
+    check_not_empty(model)
     sizes = None
     if is_directory(Path(model)):
         if toy:

@@ -57,7 +57,7 @@ def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) 
     optional = OptionalNames(family, model)
     own, read = stored - aliases.keys(), {name for rule in rules.rules for name in rule.sources}
     unread = optional.missed(sorted(own - read), own)
-    _refuse(checkpoint, unread, f"has {_count(unread)} that its model does not have", _COMPARE)
+    _raise_faults(checkpoint, unread, f"has {_count(unread)} that its model does not have", _COMPARE)
     made: dict[str, list[str]] = {}
     for rule in rules.rules:
         for name in rule.targets:
@@ -79,8 +79,8 @@ def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) 
         else:
             continue
         missing |= absent
-    _refuse(checkpoint, mixed, f"has {_count(mixed)} of its model in several dtypes", _ONE_DTYPE)
-    _refuse(checkpoint, missing, f"lacks {_count(missing)} of its model", _COMPARE)
+    _raise_faults(checkpoint, mixed, f"has {_count(mixed)} of its model in several dtypes", _ONE_DTYPE)
+    _raise_faults(checkpoint, missing, f"lacks {_count(missing)} of its model", _COMPARE)
     if adapters is not None:
         found = _with_patterns(adapters, [one.name for one in tensors], [one.name for one in kept])
         model = structs.replace(model, adapters=found)
@@ -114,7 +114,7 @@ def _count(tensors: Collection[str]) -> str:
     return count_text(len(tensors), "tensor")
 
 
-def _refuse(checkpoint: OpenedCheckpoint, tensors: Collection[str], problem: str, next_step: str) -> None:
+def _raise_faults(checkpoint: OpenedCheckpoint, tensors: Collection[str], problem: str, next_step: str) -> None:
     """Refuse a checkpoint because of the named tensors, if there are any."""
     if tensors:
         raise MappingError(

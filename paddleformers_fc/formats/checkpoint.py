@@ -505,9 +505,9 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
         It is called before optimizer states are loaded or converted; weights are usable without them.
         """
         if self.facts.powers:
-            from paddleformers_fc.formats.stock_run import refuse_invalid_powers
+            from paddleformers_fc.formats.stock_run import check_powers
 
-            refuse_invalid_powers(self.catalog.root, self.facts.powers)
+            check_powers(self.catalog.root, self.facts.powers)
 
     @property
     def preferred(self) -> dict[str, tuple[str, ...]]:
@@ -610,7 +610,7 @@ def not_a_flex_checkpoint(format: Format, directory: AnyPath, next_step: str = "
     )
 
 
-def refuse_faults(directory: AnyPath, faults: Sequence[str], next_step: str) -> None:
+def check_stored_once(directory: AnyPath, faults: Sequence[str], next_step: str) -> None:
     """Refuse a checkpoint of which tensors are not stored whole and once.
 
     Raises:
@@ -670,16 +670,16 @@ def compare_run(checkpoint: OpenedCheckpoint) -> int:
     """Read the documents of the Trainer that state facts of the run, compare them, and return their number.
 
     Raises:
-        Corrupt: see :func:`refuse_contradictions`; or a document is damaged.
+        Corrupt: see :func:`check_no_contradictions`; or a document is damaged.
     """
     names = [one for one in checkpoint.documents if one in (STATE, DATA, AVERAGE) or generators_rank(one) is not None]
     root = checkpoint.catalog.root
     documents = {name: decode_object(checkpoint.document(name), str(root / name)) for name in sorted(names)}
-    refuse_contradictions(checkpoint, documents)
+    check_no_contradictions(checkpoint, documents)
     return len(names)
 
 
-def refuse_contradictions(checkpoint: OpenedCheckpoint, documents: Mapping[str, Mapping[str, Any]]) -> None:
+def check_no_contradictions(checkpoint: OpenedCheckpoint, documents: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse documents of the Trainer that contradict the manifest.
 
     Args:

@@ -26,10 +26,10 @@ from paddleformers_fc.formats.checkpoint import (
     OpenedCheckpoint,
     OutputFile,
     StoredModel,
+    check_stored_once,
     compare_run,
     grouped_by_size,
     parse_config,
-    refuse_faults,
     tensor_header,
 )
 from paddleformers_fc.formats.index import HEADER, IndexedFiles, decode_index, encode_index, shard_columns
@@ -130,7 +130,7 @@ def build_checkpoint(
             tensors[role] = gathered
     catalog = Catalog(directory, tensors, IndexedFiles(directory, index, identity, around))
     found += [*catalog.faults(), *_name_faults(catalog, rules)]
-    refuse_faults(directory, found, "Resume from another checkpoint; this one was damaged after it was finished.")
+    check_stored_once(directory, found, "Resume from another checkpoint; this one was damaged after it was finished.")
     stored = StoredModel(rules, model)
     return OpenedCheckpoint(FLEX, catalog, config, stored, recorded=index.recorded, commit_record=manifest)
 

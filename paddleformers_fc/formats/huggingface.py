@@ -55,7 +55,7 @@ from paddleformers_fc.storage.export_checksums import (
 from paddleformers_fc.storage.files import exists, is_file, list_directory, map_paths
 from paddleformers_fc.storage.identities import Identities, identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
-from paddleformers_fc.storage.manifest import refuse_level
+from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import Header, read_header
 from paddleformers_fc.text import count_text, fold
@@ -115,7 +115,7 @@ def open_huggingface(directory: AnyPath, verify: str = "size", as_stored: bool =
         FormatError: an index or header that does not follow its format, or a quantization that is not supported.
         OptionError: the level is unknown.
     """
-    refuse_level(verify)
+    check_level(verify)
     checksums = read_checksums(directory)
     files = _files(directory, checksums)
     # Without the configuration nothing shows how the rows of a tensor belong to heads.
@@ -207,7 +207,7 @@ def read_files(
     # Before the headers: the checksums must be those of the files that are read later.
     identities = identities_of(directory / name for name in files)
     headers = dict(zip(files, map_paths(read_header, (directory / name for name in files), directory), strict=True))
-    _refuse_unindexed(index, files, headers)
+    _check_indexed(index, files, headers)
     return WeightFiles(directory, checksums, headers, identities)
 
 
@@ -234,7 +234,7 @@ def model_orientation(directory: AnyPath, native: Sequence[str], has: str = "has
     )
 
 
-def refuse_unproved_orientation(checkpoint: OpenedCheckpoint, linear: Iterable[str]) -> None:
+def check_orientation(checkpoint: OpenedCheckpoint, linear: Iterable[str]) -> None:
     """Refuse files with the ``format`` of PaddleFormers if all linear weights are square.
 
     Shapes that fit show that another tool wrote them in the orientation of open weights; those of squares do not.
@@ -301,8 +301,8 @@ def _files(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, lis
         return {SINGLE_NAME: []}
     names = [path.name for path in list_directory(directory)]
     if numbered := [name for name in names if _NUMBERED.fullmatch(name)]:
-        _refuse_unfinished(directory)
-        _refuse_incomplete(directory, numbered)
+        _check_finished(directory)
+        _check_all_files(directory, numbered)
         return {name: [] for name in sorted(numbered)}
     others, step = _other_files(directory, _OTHER_FORMATS)
     raise NotACheckpoint(
@@ -329,7 +329,7 @@ def _other_files(directory: AnyPath, formats: Iterable[tuple[str, str, str]]) ->
     return [line for line, _ in others], others[0][1] if others else ""
 
 
-def _refuse_unfinished(directory: AnyPath) -> None:
+def _check_finished(directory: AnyPath) -> None:
     """Refuse numbered files of this package without their index, which an export writes last.
 
     Raises:
@@ -344,7 +344,7 @@ def _refuse_unfinished(directory: AnyPath) -> None:
         )
 
 
-def _refuse_incomplete(directory: AnyPath, numbered: Sequence[str]) -> None:
+def _check_all_files(directory: AnyPath, numbered: Sequence[str]) -> None:
     """Refuse the files of a directory without an index, unless their names count all of them.
 
     Raises:
@@ -414,7 +414,7 @@ def indexed_files(index: AnyPath, checksums: FileChecksums | None) -> dict[str, 
     return files
 
 
-def _refuse_unindexed(index: AnyPath, files: Mapping[str, Sequence[str]], headers: Mapping[str, Header]) -> None:
+def _check_indexed(index: AnyPath, files: Mapping[str, Sequence[str]], headers: Mapping[str, Header]) -> None:
     """Refuse files that lack tensors which their index lists in them.
 
     Args:
@@ -556,7 +556,7 @@ def _verify(format: Format, directory: AnyPath, level: str, checks: CheckList) -
 def _build(checkpoint: OpenedCheckpoint) -> StoredModel:
     """Return the model that PaddleFormers builds from open weights."""
     found = built_model(checkpoint)
-    refuse_unproved_orientation(checkpoint, linear_weights(found.rules))
+    check_orientation(checkpoint, linear_weights(found.rules))
     return found
 
 

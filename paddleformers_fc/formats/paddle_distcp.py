@@ -239,7 +239,7 @@ def _arrays_in(path: Path, name: str) -> dict[str, stock.FileArray]:
 def _rules(checkpoint: OpenedCheckpoint) -> RuleSet:
     """Return the rules of the stored model, or of that built from open weights, with the ties of its family."""
     model = checkpoint.built
-    stock.refuse_alternating(checkpoint.catalog.root, model)
+    stock.check_not_alternating(checkpoint.catalog.root, model)
     ties = {**model_ties(model.description), **model.rules.aliases}
     owned = (Tie(owner, alias) for alias, owner in ties.items() if owner in model.rules.targets)
     return structs.replace(model.rules, ties=tuple(owned))
@@ -380,7 +380,7 @@ def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> Op
     """
     directory = require_local(directory, "A checkpoint of Paddle")
     found = _role_directories(directory)
-    stock.refuse_links(directory, (one for place in found.values() for one in (place, *list_directory(place))))
+    stock.check_no_links(directory, (one for place in found.values() for one in (place, *list_directory(place))))
     shards: dict[stock.StoredAs, list[StoredShard]] = {}
     cuts: dict[str, tuple[int, ...]] = {}
     for role, place in found.items():

@@ -186,7 +186,7 @@ def open_checkpoint(
         CheckpointError: it is damaged or malformed.
     """
     if roles is not None:
-        _refuse_roles(roles)
+        _check_roles(roles)
     format = require_format(directory)
     if roles is not None and format is FLEX:
         return flex.open_flex(directory, verify, roles)
@@ -196,7 +196,7 @@ def open_checkpoint(
     return opened
 
 
-def _refuse_roles(roles: Collection[str]) -> None:
+def _check_roles(roles: Collection[str]) -> None:
     """Refuse roles that cannot be opened.
 
     Raises:

@@ -46,8 +46,8 @@ from paddleformers_fc.formats.checkpoint import (
     OpenedCheckpoint,
     StoredModel,
     StoredShard,
+    check_stored_once,
     parse_config,
-    refuse_faults,
 )
 from paddleformers_fc.formats.huggingface import read_description
 from paddleformers_fc.formats.stock_run import COPY_AGAIN_STEP, malformed_file
@@ -266,13 +266,13 @@ def describe_stock(checkpoint: OpenedCheckpoint) -> StoredModel:
     model = model_description(root, checkpoint.config, weights)
     model, rules = completed(family_for(model.config), model, tensors)
     if "model" in checkpoint.format.checks:
-        _refuse_missing_layers(root, model, rules)
+        _check_all_layers(root, model, rules)
     found = StoredModel(rules, model)
-    refuse_alternating(root, found)
+    check_not_alternating(root, found)
     return found
 
 
-def _refuse_missing_layers(root: AnyPath, model: ModelDescription, rules: RuleSet) -> None:
+def _check_all_layers(root: AnyPath, model: ModelDescription, rules: RuleSet) -> None:
     """Refuse a checkpoint without tensors that its configuration describes."""
     family = family_for(model.config)
     try:
@@ -319,10 +319,10 @@ def open_stock(
         Corrupt: there are faults, or files of several saves or steps; all of them.
         FormatError: files of the Trainer are links to something outside of the directory.
     """
-    refuse_links(directory, stock_run.run_files(directory))
+    check_no_links(directory, stock_run.run_files(directory))
     roles, contradictions = gather_roles(shards)
     catalog = Catalog(directory, roles, identities)
-    refuse_faults(directory, [*faults, *contradictions, *catalog.faults()], COPY_AGAIN_STEP)
+    check_stored_once(directory, [*faults, *contradictions, *catalog.faults()], COPY_AGAIN_STEP)
     if foreign := [*_unlike_masters(directory, catalog), *_copies(directory, catalog)]:
         raise Corrupt(
             f"{directory} contains files of several saves, or under the names of other ranks.",
@@ -331,13 +331,13 @@ def open_stock(
             next_step=COPY_AGAIN_STEP,
         )
     powers = stock_run.read_powers(directory, catalog)
-    stock_run.refuse_mixed_states(directory, powers)
+    stock_run.check_states_of_one_step(directory, powers)
     run = directory if stock_run.has_run(directory) else None
     facts = FileFacts(run=run, powers=powers, cuts=cuts, copies=copies)
     return OpenedCheckpoint(format, catalog, config[0], facts=facts, recorded=config[1])
 
 
-def refuse_alternating(directory: AnyPath, model: StoredModel) -> None:
+def check_not_alternating(directory: AnyPath, model: StoredModel) -> None:
     """Refuse Paddle's own formats for a model whose rows of gate and up alternate: nothing in them shows the order.
 
     Raises:
@@ -353,7 +353,7 @@ def refuse_alternating(directory: AnyPath, model: StoredModel) -> None:
         )
 
 
-def refuse_links(directory: Path, entries: Iterable[Path]) -> None:
+def check_no_links(directory: Path, entries: Iterable[Path]) -> None:
     """Refuse files and directories that are links to something outside of the checkpoint.
 
     Raises:

@@ -114,12 +114,12 @@ def read_run(directory: Path, powers: Powers = NO_POWERS) -> Manifest:
     """
     state, arguments = _state(directory), _arguments(directory)
     step = _count(state, "global_step", directory)
-    _refuse_other_steps(directory, step)
+    _check_same_step(directory, step)
     degrees = {axis: _degree(arguments, key) for axis, key in _DEGREES.items()}
     ranks = {int(found[1]) for path in list_directory(directory) if (found := _GENERATORS.fullmatch(path.name))}
     world = math.prod(degrees[axis] for axis in _OF_WORLD) if arguments else max(ranks, default=0) + 1
-    _refuse_missing_generators(directory, ranks, world)
-    _refuse_states_of_other_steps(directory, powers, arguments, step)
+    _check_all_generators(directory, ranks, world)
+    _check_states_of_step(directory, powers, arguments, step)
     return Manifest(
         written_by="PaddleFormers",
         step=step,
@@ -131,7 +131,7 @@ def read_run(directory: Path, powers: Powers = NO_POWERS) -> Manifest:
     )
 
 
-def _refuse_states_of_other_steps(directory: Path, powers: Powers, arguments: Mapping[str, Any], step: int) -> None:
+def _check_states_of_step(directory: Path, powers: Powers, arguments: Mapping[str, Any], step: int) -> None:
     """Refuse optimizer states that made another number of steps than the Trainer, as the powers of Adam's betas show.
 
     Raises:
@@ -152,7 +152,7 @@ def _refuse_states_of_other_steps(directory: Path, powers: Powers, arguments: Ma
             return
 
 
-def refuse_mixed_states(directory: Path, powers: Powers) -> None:
+def check_states_of_one_step(directory: Path, powers: Powers) -> None:
     """Refuse files of optimizer states that made different numbers of steps.
 
     The layers of a stack have their gradients in the same steps, and so have the weights of one expert. Each file with
@@ -178,7 +178,7 @@ def refuse_mixed_states(directory: Path, powers: Powers) -> None:
         raise different_steps(directory, fold(lines))
 
 
-def refuse_invalid_powers(directory: AnyPath, powers: Powers) -> None:
+def check_powers(directory: AnyPath, powers: Powers) -> None:
     """Refuse optimizer states that no step makes.
 
     Raises:
@@ -248,7 +248,7 @@ def read_run_document(directory: Path, name: str) -> bytes:
     return _generators(directory, int(document.removeprefix("rng-")))
 
 
-def refuse_unfinished(directory: Path, world_size: int) -> None:
+def check_finished(directory: Path, world_size: int) -> None:
     """Refuse a checkpoint in which a rank has not written that it has finished its part.
 
     Args:
@@ -354,7 +354,7 @@ def _average(directory: Path) -> dict[str, Any]:
     }
 
 
-def _refuse_missing_generators(directory: Path, ranks: Collection[int], world_size: int) -> None:
+def _check_all_generators(directory: Path, ranks: Collection[int], world_size: int) -> None:
     """Refuse a directory that has the random generators of some of the ranks. One without any resumes with a warning.
 
     Semi-automatic parallelism writes those of all ranks into one file, whose number is that of the ranks.
@@ -452,7 +452,7 @@ def _degree(arguments: Mapping[str, Any], key: str) -> int:
     return value if type(value) is int and value > 0 else 1
 
 
-def _refuse_other_steps(directory: Path, step: int) -> None:
+def _check_same_step(directory: Path, step: int) -> None:
     """Refuse a scheduler, or a name of the directory, of another step. A loss scaler skips steps of the scheduler."""
     steps = {"state of the Trainer": step}
     if (named := parse_step(directory)) is not None:

@@ -96,7 +96,7 @@ def explain_tensor(checkpoint: OpenedCheckpoint, name: str) -> Explanation:
     """
     explainer = _Explainer(checkpoint)
     found = [*explainer.canonical(name), *explainer.stored(name)]
-    explainer.planner.report.refuse(str(checkpoint.catalog.root))
+    explainer.planner.report.raise_error(str(checkpoint.catalog.root))
     if not found:
         raise OptionError(
             f"Unknown tensor {name!r}.",

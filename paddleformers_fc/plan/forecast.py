@@ -350,7 +350,7 @@ class PlannedLoad:
         for name in self._unexpected(dropped):
             report.add("unexpected", name)
         stored = CHECKPOINT if self._optional is None else OPEN_WEIGHTS
-        report.refuse(str(self.source.catalog.root), stored=stored)
+        report.raise_error(str(self.source.catalog.root), stored=stored)
         return dropped
 
     def _unexpected(self, dropped: Sequence[str]) -> list[str]:

@@ -78,7 +78,7 @@ class Report(msgspec.Struct):
                 text.extend(f"  {line}" for line in fold(states_joined(sorted(lines, key=natural))))
         return text
 
-    def refuse(self, where: str, why: Sequence[str] = (), stored: str = CHECKPOINT) -> None:
+    def raise_error(self, where: str, why: Sequence[str] = (), stored: str = CHECKPOINT) -> None:
         """Raise the report as an error.
 
         Args:

@@ -77,7 +77,7 @@ def statements_source(
         explicit = _reinterleave(explicit, before.reversed().then(on_one_rank).then(after), on_one_rank, (rules, live))
     merged = structs.replace(stated, made={**explicit, **left_to_names})
     prove(merged, "The mapping of aoa_config")
-    _refuse_mixed_parts(structs.replace(merged, made=explicit), rules, live)
+    _check_parts_of_one_layer(structs.replace(merged, made=explicit), rules, live)
     canonical = live.mapping().made
     read = {source for name in left_to_names if name in canonical for source in canonical[name].names}
     kept = Report({(kind, line) for kind, line in report.lines if line.partition(":")[0] in read})
@@ -180,7 +180,7 @@ def _reinterleave(
     return found
 
 
-def _refuse_mixed_parts(explicit: TensorMapping, stored: RuleSet, live: RuleSet) -> None:
+def _check_parts_of_one_layer(explicit: TensorMapping, stored: RuleSet, live: RuleSet) -> None:
     """Refuse statements by which a layer would contain parts of another layer that it is fused with.
 
     Raises:

@@ -67,7 +67,7 @@ class BlockComparison(msgspec.Struct):
             next_step=first.next_step,
         )
 
-    def refuse(self, fault: str, directory: AnyPath, next_step: str) -> None:
+    def raise_if_found(self, fault: str, directory: AnyPath, next_step: str) -> None:
         """Raise what was found, if anything was.
 
         Args:

@@ -182,7 +182,7 @@ def sync_staging(staging: Staging, listed: Collection[str]) -> None:
         Corrupt: a file is missing.
         StorageError: the operating system refused, or another job has saved this step meanwhile.
     """
-    _refuse_other(staging.target, staging)
+    _check_not_replaced(staging.target, staging)
     there: set[str] = set()
     for directory, names in files.walk_directories(staging.path):
         there.update((directory / name).relative_to(staging.path).as_posix() for name in names)
@@ -232,11 +232,11 @@ def _take_name(staging: Staging, aside: Path) -> None:
         if not is_name_taken(error):
             raise
         files.rename(staging.target, aside)
-        _refuse_other(aside, staging)
+        _check_not_replaced(aside, staging)
         files.rename(staging.path, staging.target)
 
 
-def _refuse_other(path: Path, staging: Staging) -> None:
+def _check_not_replaced(path: Path, staging: Staging) -> None:
     """Refuse a directory that is not what had the target's name when staging was created."""
     if files.entry_identity(path) not in (None, staging.replaces):
         raise _taken(staging.target, staging.path)

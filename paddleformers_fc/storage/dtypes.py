@@ -142,10 +142,10 @@ def copy_cast(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], where:
     with np.errstate(over="ignore"):
         np.copyto(target, source, casting="unsafe")
     if target.dtype == np.float16 and source.dtype != target.dtype:
-        _refuse_overflow(target, source, where)
+        _check_range(target, source, where)
 
 
-def _refuse_overflow(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], where: AnyPath) -> None:
+def _check_range(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], where: AnyPath) -> None:
     lost = np.isinf(target) & np.isfinite(source)
     if lost.any():
         number = float(source[tuple(np.argwhere(lost)[0])])

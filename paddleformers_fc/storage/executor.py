@@ -42,8 +42,8 @@ from paddleformers_fc.storage.files import MOST_BUFFERS, OpenFile, memory_at, op
 from paddleformers_fc.storage.identities import (
     NO_IDENTITIES,
     Identities,
-    refuse_replaced,
-    refuse_replaced_meanwhile,
+    check_unreplaced,
+    check_unreplaced_meanwhile,
 )
 from paddleformers_fc.storage.operations import DENSE_RUN, SHORT_RUN, Array, Operation
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
@@ -329,7 +329,7 @@ class _Worker:
         found = self._seen.get(path)
         if found is None:
             file = open_remote(path)
-            refuse_replaced(file, self._identities)
+            check_unreplaced(file, self._identities)
             found = self._seen.setdefault(path, file)
         return found
 
@@ -340,7 +340,7 @@ class _Worker:
                 self._drop()
             file = open_local(path)
             try:
-                refuse_replaced(file, self._identities)
+                check_unreplaced(file, self._identities)
             except BaseException:
                 file.close()
                 raise
@@ -353,7 +353,7 @@ class _Worker:
         try:
             # A file that was deleted, on a network file system: all reads of it were complete.
             with suppress(OSError):
-                refuse_replaced(file, self._identities)
+                check_unreplaced(file, self._identities)
         finally:
             file.close()
 
@@ -589,7 +589,7 @@ class ReadPool:
         with suppress(*[] if kind is None else [FlexError]):
             self.close()
         if kind is None:
-            refuse_replaced_meanwhile(self._remote, self.identities)
+            check_unreplaced_meanwhile(self._remote, self.identities)
 
 
 def _tasks(windows: Iterable[Window]) -> Iterator[list[Window]]:

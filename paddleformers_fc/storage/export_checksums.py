@@ -126,7 +126,7 @@ def verify_export(directory: AnyPath, checksums: FileChecksums, level: str, *, n
     found = compare_files(directory, checksums.values(), level, checksums.keys() - set(needed))
     unlisted = sorted(set(needed) - checksums.keys())
     found.faults[:0] = [f"{name} is needed, and {CHECKSUMS_NAME} does not list it" for name in unlisted]
-    found.refuse(f"{directory} does not match its {CHECKSUMS_NAME}", directory, restore_or_delete(directory))
+    found.raise_if_found(f"{directory} does not match its {CHECKSUMS_NAME}", directory, restore_or_delete(directory))
 
 
 def read_exported(directory: AnyPath, checksums: FileChecksums | None, name: str, most: int) -> bytes:

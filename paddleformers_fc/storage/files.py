@@ -509,7 +509,7 @@ def is_file(path: AnyPath) -> bool:
     return status is not None and stat.S_ISREG(status.st_mode)
 
 
-def refuse_file(target: AnyPath) -> None:
+def check_not_file(target: AnyPath) -> None:
     """Refuse a target of a directory whose name a file has.
 
     Raises:

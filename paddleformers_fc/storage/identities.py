@@ -83,7 +83,7 @@ def boot_id() -> str:
     return ""
 
 
-def refuse_replaced(file: OpenFile | RemoteFile, identities: Identities) -> None:
+def check_unreplaced(file: OpenFile | RemoteFile, identities: Identities) -> None:
     """Check that an open file was not replaced or changed since it was checked; other files pass.
 
     Raises:
@@ -95,7 +95,7 @@ def refuse_replaced(file: OpenFile | RemoteFile, identities: Identities) -> None
         raise replaced(file.path)
 
 
-def refuse_replaced_meanwhile(paths: Iterable[AnyPath], identities: Identities) -> None:
+def check_unreplaced_meanwhile(paths: Iterable[AnyPath], identities: Identities) -> None:
     """Refuse remote files that are no longer those that were checked, once they have been read.
 
     Raises:

@@ -174,7 +174,7 @@ def parse_json(raw: bytes | bytearray) -> Any:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    _refuse_depth(value)
+    _check_depth(value)
     return value
 
 
@@ -193,7 +193,7 @@ def _integer(text: str) -> int | float:
     return -0.0 if text == "-0" else int(text)
 
 
-def _refuse_depth(value: Any) -> None:
+def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [one for outer in level if isinstance(outer, (dict, list)) for one in _within(outer)]

@@ -347,7 +347,7 @@ def verify_files(
         OptionError: the level is unknown.
         StorageError: the operating system refused to look or to read, and nothing else is wrong.
     """
-    refuse_level(level)
+    check_level(level)
     if level == "off":
         return
     faulty = (around or Surroundings(directory)).faults(manifest.files)
@@ -358,10 +358,10 @@ def verify_files(
     found.add(compare_blocks(directory, [(one, range(one.count)) for one in blocks], threads=threads))
     found.faults[:0] = [*faulty.values(), *strangers]
     advice = repair_advice(bool(strangers), len(found.evidence) > len(strangers))
-    found.refuse(f"{directory} is damaged", directory, advice)
+    found.raise_if_found(f"{directory} is damaged", directory, advice)
 
 
-def refuse_level(level: str) -> None:
+def check_level(level: str) -> None:
     """Refuse a verification level that is none of :data:`LEVELS`.
 
     Raises:
@@ -384,7 +384,7 @@ def repair_advice(strangers: bool, damaged: bool) -> str:
     return "Move away what does not belong to it, and restore the other files or use another checkpoint."
 
 
-def refuse_as_newest(directory: AnyPath, manifest: Manifest) -> None:
+def check_newest(directory: AnyPath, manifest: Manifest) -> None:
     """Refuse a checkpoint that is resumed, and kept as the newest one, only where a user names it.
 
     Args:
@@ -403,10 +403,10 @@ def refuse_as_newest(directory: AnyPath, manifest: Manifest) -> None:
             where=str(directory),
             next_step="Or name it in resume_from_checkpoint.",
         )
-    refuse_diverged(directory, manifest)
+    check_not_diverged(directory, manifest)
 
 
-def refuse_diverged(directory: AnyPath, manifest: Manifest) -> None:
+def check_not_diverged(directory: AnyPath, manifest: Manifest) -> None:
     """Refuse a checkpoint whose manifest records diverged copies of tied tensors.
 
     Args:
@@ -444,7 +444,7 @@ def newest_checkpoint(*directories: Path) -> tuple[Path | None, list[tuple[Path,
 
     def check(candidate: Path) -> None:
         manifest = read_manifest(candidate)
-        refuse_as_newest(candidate, manifest)
+        check_newest(candidate, manifest)
         verify_files(candidate, manifest, "size")
 
     return first_usable(candidates(path for one in directories for path in candidates_in(one)), check)

@@ -114,7 +114,7 @@ def parse_path(named: str | os.PathLike[str] | RemotePath) -> AnyPath:
     if isinstance(named, RemotePath):
         return named
     text = _path_text(named)
-    refuse_empty(text)
+    check_not_empty(text)
     match = _URL.fullmatch(text)
     if match is None:
         return Path(text)
@@ -247,7 +247,7 @@ def parse_store(named: str, doing: str) -> RemotePath:
     return RemotePath(f"file://{found}")
 
 
-def refuse_empty(text: str) -> None:
+def check_not_empty(text: str) -> None:
     """Refuse an empty text where a directory is named, such as a variable of a shell that was never set.
 
     Raises:

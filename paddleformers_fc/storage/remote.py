@@ -120,11 +120,11 @@ class RemoteFile(msgspec.Struct, frozen=True):
             with asking("read", self.path, begins[0]) as (system, inner):
                 answers = system.cat_ranges([inner] * len(ranges), begins, ends, on_error="raise")
         except StorageError:
-            self._refuse_changed()
+            self._check_unchanged()
             raise
         for (begin, end), answer in zip(ranges, answers, strict=True):
             if len(answer) != end - begin:
-                self._refuse_changed()
+                self._check_unchanged()
                 raise StorageError(
                     f"The store answered with another number of bytes of {self.path} than were requested.",
                     where=f"{self.path}, byte {begin}",
@@ -133,7 +133,7 @@ class RemoteFile(msgspec.Struct, frozen=True):
                 )
         return list(answers)
 
-    def _refuse_changed(self) -> None:
+    def _check_unchanged(self) -> None:
         """Refuse a file that was replaced during the read, which is the likeliest cause of a failed read."""
         now = stat_remote(self.path)
         if now is None:

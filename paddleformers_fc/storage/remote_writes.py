@@ -150,4 +150,4 @@ def compare_uploaded(directory: RemotePath, checksums: Sequence[FileChecksum]) -
     """
     fault = f"The store does not have the bytes that were uploaded to {directory}"
     advice = "Make sure that no other program writes there, then upload again."
-    compare_files(directory, checksums).refuse(fault, directory, advice)
+    compare_files(directory, checksums).raise_if_found(fault, directory, advice)

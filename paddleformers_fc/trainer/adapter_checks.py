@@ -19,7 +19,7 @@ from paddleformers_fc.trainer.library import has_adapters, unwrap_model
 _MARKS_OF_EXPERTS = ("expert", "no_sync", "color")
 
 
-def refuse_unsupported(model: Any, channel: Channel) -> None:
+def check_supported(model: Any, channel: Channel) -> None:
     """Refuse adapters that cannot be saved or loaded. Every rank must call.
 
     Args:
@@ -31,10 +31,10 @@ def refuse_unsupported(model: Any, channel: Channel) -> None:
     """
     model = unwrap_model(model)
     if has_adapters(model):
-        run_on_all(channel, "checking the adapters", lambda: _refuse(list(_faults(model))))
+        run_on_all(channel, "checking the adapters", lambda: _raise_faults(list(_faults(model))))
 
 
-def refuse_untrained(model: Any, channel: Channel) -> None:
+def check_trained(model: Any, channel: Channel) -> None:
     """Refuse adapters none of whose tensors is trained on any rank. Every rank must call.
 
     A stage of a pipeline may have no trained tensor.
@@ -54,10 +54,10 @@ def refuse_untrained(model: Any, channel: Channel) -> None:
         lambda: sum(not parameter.stop_gradient for parameter in model.parameters()),
         int,
     )
-    _refuse([] if any(trained) else ["target_modules and trainable_modules: no tensor of the model is trained"])
+    _raise_faults([] if any(trained) else ["target_modules and trainable_modules: no tensor of the model is trained"])
 
 
-def _refuse(faults: Sequence[str]) -> None:
+def _raise_faults(faults: Sequence[str]) -> None:
     if faults:
         raise OptionError(
             "flex_checkpoint: true does not support these adapters.",

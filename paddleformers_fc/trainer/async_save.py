@@ -223,7 +223,7 @@ class AsyncSaves:
         part, plan = plan_ahead(session)
 
         def allocate() -> None:
-            plan.refuse_failed()
+            plan.raise_failures()
             self._reserve(session, part, ranges_of(plan, None, part.replicas))
 
         run_on_all(session.channel, "allocating memory for saves", allocate)

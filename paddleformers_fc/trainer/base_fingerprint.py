@@ -189,7 +189,7 @@ def until_filled(model: Any, directory: AnyPath) -> Iterator[None]:
         delattr(one, _MARK)
 
 
-def refuse_undefined(model: Any) -> None:
+def check_defined(model: Any) -> None:
     """Refuse a model that a load has begun to fill and did not finish.
 
     Raises:

@@ -166,13 +166,13 @@ def roles_of(state_dict: Mapping[str, Any], aliases: Collection[str] = ()) -> di
     owners = {weights[key].name: key for key in sorted(weights, reverse=True) if key not in aliases}
     owners |= {key: key for key in weights}
     orphans = [key for state, key, _ in split if state is not None and state[0] not in owners]
-    _refuse(f"{key}: no weight in the state dict has this state" for key in orphans)
+    _raise_faults(f"{key}: no weight in the state dict has this state" for key in orphans)
     named = [
         (MODEL_STATE, key, tensor) if state is None else (state[1].role, owners[state[0]] + state[1].suffix, tensor)
         for state, key, tensor in split
     ]
     counts = Counter((role, name) for role, name, _ in named)
-    _refuse(f"{name}: {count} entries" for (_, name), count in counts.items() if count > 1)
+    _raise_faults(f"{name}: {count} entries" for (_, name), count in counts.items() if count > 1)
     found: dict[str, dict[str, Any]] = {MODEL_STATE: {}}
     for role, name, tensor in named:
         shard = shard_of_rank(name, tensor)
@@ -181,7 +181,7 @@ def roles_of(state_dict: Mapping[str, Any], aliases: Collection[str] = ()) -> di
     return found
 
 
-def _refuse(faults: Iterable[str]) -> None:
+def _raise_faults(faults: Iterable[str]) -> None:
     found = fold(sorted(faults))
     if found:
         raise MismatchError(

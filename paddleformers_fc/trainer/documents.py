@@ -52,8 +52,8 @@ from paddleformers_fc.formats.checkpoint import (
     DATA as DATA,
     STATE as STATE,
     OpenedCheckpoint,
+    check_no_contradictions,
     parse_config,
-    refuse_contradictions,
 )
 from paddleformers_fc.formats.huggingface import read_description
 from paddleformers_fc.layout.roles import OPTIMIZER_STATE, qualified_name
@@ -180,7 +180,7 @@ def correct(config: Any, source: Mapping[str, Any]) -> list[str]:
     return given
 
 
-def refuse_misread(model: Any, source: Mapping[str, Any]) -> None:
+def check_positions(model: Any, source: Mapping[str, Any]) -> None:
     """Refuse a model that PaddleFormers has built with other positions than ``config.json`` describes.
 
     Raises:
@@ -561,7 +561,7 @@ def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any) -> TrainingProgr
     documents = {
         name: state_json.decode_object(held[name], str(directory / name)) for name in _OF_PROGRESS if name in held
     }
-    refuse_contradictions(checkpoint, documents)
+    check_no_contradictions(checkpoint, documents)
     return TrainingProgress(
         state=_trainer_state(documents[STATE], directory / STATE),
         scheduler=documents[SCHEDULER],
@@ -589,7 +589,7 @@ def read_generators(checkpoint: OpenedCheckpoint, rank: int, handed: bytes | Non
     name = rng_name(rank)
     raw = own_document(checkpoint, name, handed)
     if raw is not None:
-        refuse_contradictions(checkpoint, {name: state_json.decode_object(raw, name)})
+        check_no_contradictions(checkpoint, {name: state_json.decode_object(raw, name)})
     return raw
 
 
@@ -622,7 +622,7 @@ def _kind_faults(values: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: {error}"
 
 
-def refuse_unlike(saved: dict[str, Any], current: dict[str, Any], where: AnyPath) -> None:
+def check_alike(saved: dict[str, Any], current: dict[str, Any], where: AnyPath) -> None:
     """Refuse the saved state of a scheduler or scaler that does not fit the live one.
 
     Args:

@@ -163,7 +163,7 @@ def _parts_of(roles: Mapping[str, Mapping[str, Any]]) -> dict[str, TrainedPart]:
     return found
 
 
-def refuse_stateless(model: Any, optimizer: Any) -> None:
+def check_has_states(model: Any, optimizer: Any) -> None:
     """Refuse an optimizer without states and master weights, such as SGD: nothing would be averaged.
 
     Args:
@@ -367,7 +367,7 @@ class MovingAverage:
         Raises:
             OptionError: they are in the model.
         """
-        self.refuse_in_model()
+        self.check_not_in_model()
         self.wait_for_update()
         return {EMA_STATE: dict(self.tensors)} if self.tensors else {}
 
@@ -393,7 +393,7 @@ class MovingAverage:
         """
         self.tensors, self.step = dict(tensors), saved.step
 
-    def refuse_in_model(self) -> None:
+    def check_not_in_model(self) -> None:
         """Refuse to train or save while the averages are in the model.
 
         Raises:
@@ -435,7 +435,7 @@ class MovingAverage:
             if name in fresh:
                 self.tensors[name] = empty_average(name, part)
             else:
-                _refuse_moved(name, self.tensors[name], part)
+                _check_not_moved(name, self.tensors[name], part)
         return fresh
 
     def _update(
@@ -469,7 +469,7 @@ class MovingAverage:
         self._failure = error
 
 
-def _refuse_moved(name: str, average: Any, part: TrainedPart) -> None:
+def _check_not_moved(name: str, average: Any, part: TrainedPart) -> None:
     """Refuse a part that is no longer the one whose average is kept.
 
     Raises:

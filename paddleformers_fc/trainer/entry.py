@@ -35,7 +35,7 @@ from paddleformers_fc.trainer.library import (
     logger,
 )
 from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_settings, unknown_keys
-from paddleformers_fc.trainer.stock_keys import describe, refuse_values
+from paddleformers_fc.trainer.stock_keys import check_values, describe
 from paddleformers_fc.upstream import LIBRARY
 from paddleformers_fc.upstream.hooks import PADDLENLP
 
@@ -246,15 +246,15 @@ def _parse(parser: Any, native: Method, settings: Mapping[str, Any], *others: An
 
     check_settings(settings)
     if settings.get("flex_checkpoint"):
-        refuse_values(settings, describe(parser), is_extended=True)
+        check_values(settings, describe(parser), is_extended=True)
     parser.dataclass_types = [with_flex_fields(kind) for kind in parser.dataclass_types]
-    _refuse_unknown(settings, parser.dataclass_types)
+    _check_known(settings, parser.dataclass_types)
     parsed = native(settings, *others, **kwargs)
     remember_data_arguments(parsed)
     return parsed
 
 
-def _refuse_unknown(settings: Any, kinds: list[Any]) -> None:
+def _check_known(settings: Any, kinds: list[Any]) -> None:
     """Refuse unknown keys beside ours. PaddleFormers refuses them later: its arguments start a process group first.
 
     Raises:

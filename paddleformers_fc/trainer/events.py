@@ -50,7 +50,7 @@ class LoopEvents:
     def _before(self, event: str, args: Any, state: Any, control: Any) -> None:
         session = self._session
         if event == "on_train_begin":
-            refuse_other_loop(session)
+            check_own_loop(session)
             if getattr(args, "using_sonic_moe", False):
                 sonic_moe.alternate_before_training(session.trainer)
             session.position.on_train_begin(args, state)
@@ -58,7 +58,7 @@ class LoopEvents:
             session.position.on_epoch_begin(state)
         elif event == "on_optimizer_begin":
             if session.average is not None:
-                session.average.refuse_in_model()
+                session.average.check_not_in_model()
             session.barrier.finish()
             if ShardingOption.FULL_SHARD in args.sharding:
                 drop_prefetched(session.trainer.model.parameters())  # Their weights are about to change.
@@ -95,7 +95,7 @@ class LoopEvents:
         """
         run, name = self._session.run, "_maybe_log_save_evaluate"
         if run.local is not None and state.global_step == run.begun + 2 and name not in run.ran:
-            _refuse(self._session.trainer, "the end of a step", [name])
+            _raise_skipped(self._session.trainer, "the end of a step", [name])
 
     def _check_saved(self, args: Any, state: Any) -> None:
         """Stop after the first save that was not ours.
@@ -108,7 +108,7 @@ class LoopEvents:
             return  # After an asynchronous save the event has the state of its step, also on a rank that ends alone.
         directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         skipped = [] if session.run.output.saved == directory else ["_save_checkpoint"]
-        _refuse(session.trainer, str(directory), skipped)
+        _raise_skipped(session.trainer, str(directory), skipped)
 
 
 def agree(session: Session, kind: str) -> None:
@@ -130,7 +130,7 @@ def agree(session: Session, kind: str) -> None:
         session.agreement.begin_next(kind, subject, saver.is_done, bool(signals and signals.received))
 
 
-def refuse_other_loop(session: Session) -> None:
+def check_own_loop(session: Session) -> None:
     """Refuse to train or save if the loop or the requested load is not the replaced method.
 
     Args:
@@ -143,10 +143,10 @@ def refuse_other_loop(session: Session) -> None:
     skipped = [name for name in expected if name not in session.run.ran]
     if session.run.chosen is None and LOAD_METHOD in skipped:
         skipped.remove(LOAD_METHOD)
-    _refuse(session.trainer, "the start of training", skipped)
+    _raise_skipped(session.trainer, "the start of training", skipped)
 
 
-def _refuse(trainer: Any, where: str, skipped: Sequence[str]) -> None:
+def _raise_skipped(trainer: Any, where: str, skipped: Sequence[str]) -> None:
     if not skipped:
         return
     raise EnvironmentMismatch(

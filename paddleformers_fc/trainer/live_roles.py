@@ -352,7 +352,7 @@ def _semi_auto_roles(model: Any, optimizer: Any, aliases: Collection[str]) -> Li
         return _buffered_roles(context, weights, optimizer, aliases)
     states: dict[str, Any] = {}
     if optimizer is not None:
-        optimizers.refuse_unsaved_states(innermost(optimizer))
+        optimizers.check_states_saved(innermost(optimizer))
         # The state dict of the wrapper would create states by a step, which changes weights.
         states = innermost(optimizer).state_dict()
     return dist_tensors.roles_of({"model": weights, "optimizer": states}, aliases)

@@ -298,7 +298,7 @@ def _fill_usable(session: Session, choice: resume.Choice, timer: PhaseTimer) -> 
             except MismatchError as unfit:
                 raise unfit if choice.named else resume.with_new_run_advice(unfit) from None
             if begun is not None:
-                _refuse_partial(ready, begun, session.channel)
+                _check_complete(ready, begun, session.channel)
             directory = ready.checkpoint.catalog.root
             session.run.chosen = replace(choice, path=directory, opened=None)
             _identify_run(session, ready.checkpoint.manifest, session.run.chosen)
@@ -316,7 +316,7 @@ def _fill_usable(session: Session, choice: resume.Choice, timer: PhaseTimer) -> 
         choice = resume.newest_or_refuse(search, unusable)
 
 
-def _refuse_partial(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> None:
+def _check_complete(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> None:
     """Refuse a checkpoint that does not fill all tensors that a damaged one has begun to fill.
 
     Raises:
@@ -358,7 +358,7 @@ def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _Pre
     with _verifying():
         progress = documents.read_progress(checkpoint, session.trainer.optimizer) if continued else None
     if progress is not None:
-        _refuse_unlike(session, progress, directory)
+        _check_alike(session, progress, directory)
         _compare_reference(session, progress, directory)
     handed = own_file(checkpoint, channel, documents.rng_name) if continued else None
     terms = LoadTerms(
@@ -408,7 +408,7 @@ class _LiveTensors:
             self.generators = documents.read_generators(checkpoint, dist.get_rank(), self.handed)
         if self.continued or stored.get(MASTER_WEIGHT) or self.terms.may_cast:
             optimizer = trainer.optimizer
-            optimizers.refuse_unsupported(optimizer)
+            optimizers.check_supported(optimizer)
             optimizers.build_buffers(trainer.model_wrapped, optimizer)
             # A new run from the weights of a checkpoint starts with all digits of its master weights.
             wanted += [MASTER_WEIGHT, OPTIMIZER_STATE] if self.continued else [MASTER_WEIGHT]
@@ -469,21 +469,21 @@ def _choice_of(session: Session, path: str) -> resume.Choice:
     return resume.Choice(parse_path(path), named=chosen is not None and chosen.named)
 
 
-def _refuse_unlike(session: Session, progress: documents.TrainingProgress, directory: AnyPath) -> None:
+def _check_alike(session: Session, progress: documents.TrainingProgress, directory: AnyPath) -> None:
     """Before anything changes, compare what :func:`_restore_progress` will set with the objects that receive it."""
     trainer = session.trainer
     position.from_document(progress.data, str(directory / documents.DATA))
-    documents.refuse_unlike(progress.scheduler, trainer.lr_scheduler.state_dict(), directory / documents.SCHEDULER)
+    documents.check_alike(progress.scheduler, trainer.lr_scheduler.state_dict(), directory / documents.SCHEDULER)
     own = documents.own_scheduler(trainer)
     if own is not None and progress.own_scheduler is not None:
-        documents.refuse_unlike(progress.own_scheduler, own.state_dict(), directory / documents.OWN_SCHEDULER)
+        documents.check_alike(progress.own_scheduler, own.state_dict(), directory / documents.OWN_SCHEDULER)
     elif own is not None:
         session.warn(
             f"{directory} does not contain a learning-rate scheduler of the optimizer, and this run's optimizer has "
             "one that is not the Trainer's: it starts from its beginning.",
         )
     if trainer.do_grad_scaling and progress.scaler is not None:
-        documents.refuse_unlike(progress.scaler, trainer.scaler.state_dict(), directory / documents.SCALER)
+        documents.check_alike(progress.scaler, trainer.scaler.state_dict(), directory / documents.SCALER)
 
 
 def _compare_reference(session: Session, progress: documents.TrainingProgress, directory: AnyPath) -> None:
@@ -493,7 +493,7 @@ def _compare_reference(session: Session, progress: documents.TrainingProgress, d
         return
     saved = reference.from_document(progress.reference, directory / documents.REFERENCE)
     session.reference = session.reference or reference.contents_of(model, session.channel)
-    reference.refuse_other(saved, session.reference, directory, session.args.flex_allow_casts)
+    reference.check_same_reference(saved, session.reference, directory, session.args.flex_allow_casts)
 
 
 def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> None:
@@ -647,10 +647,10 @@ def _uploaded(session: Session) -> Iterator[None]:
 def _check_training(session: Session) -> list[str]:
     """Check the model and the optimizer; return this rank's trained parameters without states in the checkpoint."""
     model, optimizer, loaded = session.trainer.model, session.trainer.optimizer, session.run.loaded
-    base_fingerprint.refuse_undefined(model)
-    session.refuse_optimizer()
+    base_fingerprint.check_defined(model)
+    session.check_optimizer()
     if session.average is not None:
-        ema.refuse_stateless(model, optimizer)
+        ema.check_has_states(model, optimizer)
     if loaded is None or loaded.progress is None or not optimizers.has_states(optimizer):
         return []
     live = live_roles.LiveModel(model, described=session.run.model)
@@ -731,7 +731,7 @@ def _changes(session: Session, saved: position.SavedData, order: position.Sample
     streams = not order.indexed and skips
     arguments = loaded.progress.arguments, documents.own_arguments(args, session.trainer.optimizer)
     if skips:
-        position.refuse_other_samples(*arguments, str(loaded.directory))
+        position.check_same_samples(*arguments, str(loaded.directory))
     found = [
         *loaded.changes,
         *position.argument_changes(*arguments, streams),

@@ -50,7 +50,7 @@ from paddleformers_fc.execute.phases import PhaseTimer
 from paddleformers_fc.execute.save import JobRecord, SaveReport, check_ties, config_bytes, save_checkpoint
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, family_for, is_known, register
 from paddleformers_fc.families.description import IS_FLEET
-from paddleformers_fc.families.stated import bind_model, model_ties, refuse_recut, rules_by_name, without_family
+from paddleformers_fc.families.stated import bind_model, check_cut_alike, model_ties, rules_by_name, without_family
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
 from paddleformers_fc.layout.live import Roles, describe_roles
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, ROLES
@@ -59,8 +59,8 @@ from paddleformers_fc.mapping import RuleSet, Tie
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan.sources import stored_tensors
 from paddleformers_fc.storage.executor import ReadOptions
-from paddleformers_fc.storage.files import refuse_file
-from paddleformers_fc.storage.manifest import refuse_level
+from paddleformers_fc.storage.files import check_not_file
+from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_named, require_local
 from paddleformers_fc.trainer import (
     adapter_checks,
@@ -167,7 +167,7 @@ def live_source(model: Any, optimizer: Any) -> LayoutSource:
             next_step="Pass a paddle.nn.Layer, or an object whose sharded_state_dict() returns ShardedWeight by name.",
         )
     if optimizer is not None:
-        optimizers.refuse_unsupported(optimizer)
+        optimizers.check_supported(optimizer)
     return live_roles.LiveModel(model, optimizer)
 
 
@@ -290,19 +290,19 @@ def save(
         require_or_none(DEGREES, parallel=parallel)
         require_or_none(_OPTIMIZER, optimizer=optimizer)
         found = require_local(parse_named(named), "A checkpoint that is saved")
-        refuse_file(found)
+        check_not_file(found)
         return found
 
     target = run_on_all(channel, "checking the arguments of a save", check)
     if family is config is mapping is None:
         own_statements.adopt(model, channel)
-    adapter_checks.refuse_unsupported(model, channel)
+    adapter_checks.check_supported(model, channel)
     live_roles.wait_for_weights()
     base_fingerprint.identify_once(model, channel)
 
     def prepare() -> tuple[RankTensors, _Prepared]:
         source, described = described_source(model, optimizer, family, config, mapping)
-        base_fingerprint.refuse_undefined(source.model)
+        base_fingerprint.check_defined(source.model)
         roles = source.roles()
         if not isinstance(source, StateDict):  # Which may contain copies of tensors.
             check_ties(roles[MODEL_STATE], described)
@@ -369,7 +369,7 @@ def load(
         require(THREADS, threads=threads)
         require_or_none(_OPTIMIZER, optimizer=optimizer)
         require(FLAG, allow_casts=allow_casts)
-        refuse_level(verify)
+        check_level(verify)
         if aoa_config is not None:
             from paddleformers_fc.aoa import read_config
 
@@ -391,7 +391,7 @@ def load(
 
     opened = open_sent(path, channel, sent, verify, given, consistency).checkpoint
     timer.end("open")
-    adapter_checks.refuse_unsupported(model, channel)
+    adapter_checks.check_supported(model, channel)
     base_fingerprint.identify_once(model, channel)
     if isinstance(source, StateDict):
         source, described = _of_stored_family(source, described, opened)
@@ -575,7 +575,7 @@ def _aligned(
         return checkpoint, structs.replace(model, config={**without_family(model.config), **stored.config})
     named = rules_by_name(stored_tensors(checkpoint.rules), checkpoint.rules.ties)
     assigned = _assigned_names(aoa_config, named, model.rules) if aoa_config else ()
-    refuse_recut(named, model.rules, assigned, str(checkpoint.catalog.root))
+    check_cut_alike(named, model.rules, assigned, str(checkpoint.catalog.root))
     before, now = ({**one.config, **other.config} for one, other in ((model, stored), (stored, model)))
     known = StoredModel(named, ModelDescription(without_family(before)))
     return structs.replace(checkpoint, model=known), structs.replace(model, config=without_family(now))

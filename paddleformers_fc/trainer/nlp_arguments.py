@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from paddleformers_fc.trainer.entry import ActiveFields
 from paddleformers_fc.trainer.library import TrainingArguments
-from paddleformers_fc.trainer.options import NLP_CONFLICTS, refuse_conflicts
+from paddleformers_fc.trainer.options import NLP_CONFLICTS, check_conflicts
 
 
 class FormersNames:
@@ -51,5 +51,5 @@ class FlexTrainingArguments(FormersNames, ActiveFields, TrainingArguments):
 
     def __post_init__(self) -> None:
         if self.flex_checkpoint:
-            refuse_conflicts(self, NLP_CONFLICTS)
+            check_conflicts(self, NLP_CONFLICTS)
         super().__post_init__()

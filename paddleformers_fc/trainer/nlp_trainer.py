@@ -36,13 +36,13 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     trainer.processing_class = None
     given = (*args, *kwargs.values())
     if any(map(is_active, given)):
-        _refuse_adapters(given)
+        _check_adapters(given)
     startup.init_trainer(trainer, native, *args, **kwargs)
     if is_active(trainer.args) and trainer.model is not None:
-        run_on_all(channel_of(trainer.args), "looking at the tensors of the model", lambda: _refuse(trainer.model))
+        run_on_all(channel_of(trainer.args), "looking at the tensors of the model", lambda: _check_model(trainer.model))
 
 
-def _refuse_adapters(given: Iterable[Any]) -> None:
+def _check_adapters(given: Iterable[Any]) -> None:
     for one in given:
         if isinstance(one, LoRAModel):
             raise OptionError(
@@ -53,7 +53,7 @@ def _refuse_adapters(given: Iterable[Any]) -> None:
             )
 
 
-def _refuse(model: Any) -> None:
+def _check_model(model: Any) -> None:
     if not isinstance(model, PretrainedModel):
         raise OptionError(
             f"flex_checkpoint: true does not support {type(model).__name__} of PaddleNLP.",

@@ -171,7 +171,7 @@ _CREATING = frozenset({"_create_accumulators", "_add_moments_pows", "_add_accumu
 """Methods that decide which states an optimizer has."""
 
 
-def refuse_unsupported(optimizer: Any) -> None:
+def check_supported(optimizer: Any) -> None:
     """Refuse an optimizer whose states cannot be saved and loaded by parameter.
 
     Args:
@@ -184,9 +184,9 @@ def refuse_unsupported(optimizer: Any) -> None:
     if optimizer is None:
         return
     descriptor = descriptor_of(optimizer)
-    _refuse_contained(innermost(optimizer))
+    _check_contains_no_other(innermost(optimizer))
     if any(state.shape is StateShape.SHARD_NUMBER for state in descriptor.states):
-        _refuse_ranges(optimizer, descriptor)
+        _check_whole_parameters(optimizer, descriptor)
 
 
 def descriptor_of(optimizer: Any) -> OptimizerDescriptor:
@@ -254,7 +254,7 @@ def _undeclared(kind: type) -> OptionError:
     )
 
 
-def _refuse_contained(optimizer: Any) -> None:
+def _check_contains_no_other(optimizer: Any) -> None:
     """Refuse an optimizer that keeps another one, such as ``LookAhead``: the states of that one would not be saved."""
     own = vars(optimizer).items()
     found = [(name, value) for name, value in own if isinstance(value, Optimizer) and value is not optimizer]
@@ -267,7 +267,7 @@ def _refuse_contained(optimizer: Any) -> None:
         )
 
 
-def _refuse_ranges(optimizer: Any, descriptor: OptimizerDescriptor) -> None:
+def _check_whole_parameters(optimizer: Any, descriptor: OptimizerDescriptor) -> None:
     """Refuse sharding that cuts or fuses parameters: one number of such a part cannot be restored for another one."""
     parameters: Iterable[Any] = getattr(innermost(optimizer), "_parameter_list", None) or ()
     if sharding_with_ranges(optimizer) is not None:
@@ -523,7 +523,7 @@ def tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
     descriptor, inner = descriptor_of(optimizer), innermost(optimizer)
     for static, tensor in getattr(inner, "_master_weights", {}).items():
         yield MASTER, _static(static), tensor
-    refuse_unsaved_states(inner)
+    check_states_saved(inner)
     prefix = "" if inner._name is None else f"{inner._name}_"
     for accumulator, tensors in inner._accumulators.items():
         # A tensor's own name is no help: one that was moved to page-locked memory has another one.
@@ -556,15 +556,15 @@ def _expected(
                 yield state, static, ExpectedTensor(own, expected, place)
 
 
-def refuse_unsaved_states(optimizer: Any) -> None:
+def check_states_saved(optimizer: Any) -> None:
     """Refuse an optimizer with states that are no accumulators.
 
     Args:
         optimizer: the optimizer without wrappers.
     """
-    _refuse_pending_states(optimizer)
-    _refuse_custom_states(optimizer)
-    _refuse_tensors_in_containers(optimizer)
+    _check_no_pending_states(optimizer)
+    _check_no_custom_states(optimizer)
+    _check_no_tensors_in_containers(optimizer)
 
 
 def _declaration(accumulator: str, descriptor: OptimizerDescriptor) -> StateDescriptor:
@@ -580,7 +580,7 @@ def _declaration(accumulator: str, descriptor: OptimizerDescriptor) -> StateDesc
     )
 
 
-def _refuse_pending_states(optimizer: Any) -> None:
+def _check_no_pending_states(optimizer: Any) -> None:
     """Refuse states that ``set_state_dict`` has set and the first step will give to the accumulators."""
     # Paddle's holder keeps the given states even after the accumulators have them.
     given = {tensor.name for tensors in optimizer._accumulators.values() for tensor in tensors.values()}
@@ -595,7 +595,7 @@ def _refuse_pending_states(optimizer: Any) -> None:
     )
 
 
-def _refuse_custom_states(optimizer: Any) -> None:
+def _check_no_custom_states(optimizer: Any) -> None:
     """Refuse states that a class adds in its own ``state_dict``, without an accumulator."""
     if type(optimizer).state_dict is Optimizer.state_dict:
         return
@@ -611,7 +611,7 @@ def _refuse_custom_states(optimizer: Any) -> None:
         )
 
 
-def _refuse_tensors_in_containers(optimizer: Any) -> None:
+def _check_no_tensors_in_containers(optimizer: Any) -> None:
     """Refuse tensors of the shapes of parameters, or by their names, in containers of a class's own."""
     parameters = list(_parameters(optimizer))
     known = {id(parameter) for parameter in parameters}
@@ -661,7 +661,7 @@ def _shard(
     if range_ is not None and range_.stop == range_.start:
         return None
     if state.shape is StateShape.NUMBER:
-        _refuse_shape(name, state, tensor, math.prod(tensor.shape) == 1)
+        _check_shape(name, state, tensor, math.prod(tensor.shape) == 1)
         return ShardedWeight(name, tensor, NUMBER_SHAPE, NUMBER_SHAPE, (0,))
     if state.shape is StateShape.SHARD_NUMBER:
         return _number_of_shard(name, tensor, weight)
@@ -669,15 +669,15 @@ def _shard(
         return piece(name, tensor, weight)
     if range_ is not None:
         length = range_.stop - range_.start
-        _refuse_shape(name, state, tensor, len(tensor.shape) == 1 and tensor.shape[0] >= length)
+        _check_shape(name, state, tensor, len(tensor.shape) == 1 and tensor.shape[0] >= length)
         # Without strided kernels Paddle's slices are copies, into which a load would be lost.
         own = tensor if math.prod(tensor.shape) == length else tensor._slice(0, length).detach()
         return ShardedWeight(name, own, weight.local_shape, weight.global_shape, weight.global_offset, True, range_)
-    _refuse_shape(name, state, tensor, tuple(tensor.shape) == shape)
+    _check_shape(name, state, tensor, tuple(tensor.shape) == shape)
     return ShardedWeight(name, tensor, weight.local_shape, weight.global_shape, weight.global_offset)
 
 
-def _refuse_shape(name: str, state: StateDescriptor, tensor: Any, fits: bool) -> None:
+def _check_shape(name: str, state: StateDescriptor, tensor: Any, fits: bool) -> None:
     """Refuse a state that does not have the declared shape, such as one with an axis more than its parameter."""
     if not fits:
         raise OptionError(

@@ -105,7 +105,7 @@ class FlexFields:
         if not REMOVED.isdisjoint(given):
             raise unknown_keys(REMOVED & given.keys(), ())
         if given.get("flex_checkpoint"):
-            refuse_conflicts(SimpleNamespace(**given), DEVELOPMENT)
+            check_conflicts(SimpleNamespace(**given), DEVELOPMENT)
         return super().__new__(cls)
 
     flex_checkpoint: bool = _option(
@@ -291,17 +291,17 @@ def check_options(options: Any) -> None:
     output_dir = getattr(options, "output_dir", None)
     if isinstance(output_dir, str | os.PathLike):
         require_local(output_dir, "A checkpoint")
-        _refuse_upload_to_itself(options, expand_user(output_dir))
-        _refuse_nested_tiers(options, expand_user(output_dir))
+        _check_uploads_elsewhere(options, expand_user(output_dir))
+        _check_tiers_separate(options, expand_user(output_dir))
     if getattr(options, "aoa_config", None) is not None:
         read_config(options.aoa_config)
     semi_auto = SEMI_AUTO_CONFLICTS if getattr(options, "enable_auto_parallel", False) else ()
-    refuse_conflicts(options, (*CONFLICTS, *semi_auto))
-    _refuse_two_averages(options)
-    _refuse_no_saves(options)
+    check_conflicts(options, (*CONFLICTS, *semi_auto))
+    _check_one_average(options)
+    _check_saves(options)
 
 
-def refuse_conflicts(options: Any, table: Iterable[Conflict]) -> None:
+def check_conflicts(options: Any, table: Iterable[Conflict]) -> None:
     """Refuse options that contradict ``flex_checkpoint: true``.
 
     Args:
@@ -321,7 +321,7 @@ def refuse_conflicts(options: Any, table: Iterable[Conflict]) -> None:
         )
 
 
-def _refuse_two_averages(options: Any) -> None:
+def _check_one_average(options: Any) -> None:
     """Refuse a key of PaddleFormers and a key of this package with different values of one setting.
 
     Raises:
@@ -330,14 +330,14 @@ def _refuse_two_averages(options: Any) -> None:
     pairs = [
         (theirs, getattr(options, theirs, None), ours, getattr(options, ours)) for theirs, ours in _AVERAGES.items()
     ]
-    _refuse_two_values(
+    _check_one_value(
         (theirs, one, ours, other)
         for theirs, one, ours, other in pairs
         if one not in (None, _DEFAULTS[ours], other) and other != _DEFAULTS[ours]
     )
 
 
-def _refuse_no_saves(options: Any) -> None:
+def _check_saves(options: Any) -> None:
     """Refuse a number of steps under which PaddleFormers silently saves no checkpoint.
 
     Raises:
@@ -368,12 +368,12 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """
     if not settings.get("flex_checkpoint"):
         return
-    refuse_conflicts(SimpleNamespace(**settings), (*_OF_STAGES, *DEVELOPMENT))
+    check_conflicts(SimpleNamespace(**settings), (*_OF_STAGES, *DEVELOPMENT))
     pairs = [(theirs, settings.get(theirs), ours, settings.get(ours)) for theirs, ours in _NAMES.items()]
-    _refuse_two_values(pair for pair in pairs if None not in pair and pair[1] != pair[3])
+    _check_one_value(pair for pair in pairs if None not in pair and pair[1] != pair[3])
 
 
-def _refuse_two_values(pairs: Iterable[tuple[str, Any, str, Any]]) -> None:
+def _check_one_value(pairs: Iterable[tuple[str, Any, str, Any]]) -> None:
     """Refuse pairs of keys, each with its value, that set one property to different values.
 
     Raises:
@@ -506,7 +506,7 @@ def _range_faults(options: Any) -> list[str]:
     return faults
 
 
-def _refuse_upload_to_itself(options: Any, output_dir: str) -> None:
+def _check_uploads_elsewhere(options: Any, output_dir: str) -> None:
     """Refuse to upload checkpoints to the directory in which they are saved.
 
     Raises:
@@ -522,7 +522,7 @@ def _refuse_upload_to_itself(options: Any, output_dir: str) -> None:
         )
 
 
-def _refuse_nested_tiers(options: Any, output_dir: str) -> None:
+def _check_tiers_separate(options: Any, output_dir: str) -> None:
     """Refuse a local tier that is ``output_dir``, inside it or around it: each deletes old checkpoints by itself.
 
     Raises:

@@ -402,7 +402,7 @@ def argument_changes(saved: Mapping[str, Any], now: Mapping[str, Any], streams: 
     return [Change(name, value_text(old), value_text(new)) for name, old, new in pairs if old != new]
 
 
-def refuse_other_samples(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
     """Refuse to continue in the middle of an epoch whose samples are others now.
 
     A position is a number of samples, or of packs. Data of a script has none of the keys, and the samples of an indexed

@@ -47,7 +47,7 @@ from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping import RuleSet
 from paddleformers_fc.storage.executor import ReadOptions
-from paddleformers_fc.storage.manifest import refuse_level
+from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.text import count_text, fold
 from paddleformers_fc.trainer import adapter_checks, base_fingerprint, documents, live_roles, own_statements
@@ -157,7 +157,7 @@ def load_open_weights(
     require(_MODEL, model=model)
     require(DIRECTORY, directory=directory)
     require(THREADS, threads=threads)
-    refuse_level(verify)
+    check_level(verify)
     return _fill(model, parse_path(directory), job_communicator(), ReadOptions(threads=threads), verify)
 
 
@@ -183,14 +183,14 @@ def _from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[s
         MismatchError: the directory is one of another type of model.
         FlexError: as :func:`load_open_weights`.
     """
-    _refuse_arguments(cls, keywords)
+    _check_arguments(cls, keywords)
     given = {name: value for name, value in keywords.items() if name not in (*_IGNORED, *_REFUSED)}
     source = {name: given.pop(name, None) for name in ("cache_dir", "download_hub", "subfolder")}
     dtype = given.pop("dtype", None)
     config, given = _configuration(cls, named, given, source)
-    _refuse_other_type(cls, config, named)
+    _check_type(cls, config, named)
     own_statements.require_mapped(cls, config.model_type)
-    _refuse_quantized(config)
+    _check_not_quantized(config)
     channel = channel_of(options)
     directory = run_on_all(channel, f"finding {named}", lambda: _directory(cls, str(named), config, source))
     described = run_on_all(channel, _READING, lambda: documents.read_documents(directory))
@@ -234,7 +234,7 @@ def _fill(
 def _describing(model: Any, source: AnyPath) -> tuple[dict[str, Any], bytes | None]:
     """Read what describes a model that a caller has built."""
     described = documents.read_documents(source)
-    documents.refuse_misread(model, described[0])
+    documents.check_positions(model, described[0])
     return described
 
 
@@ -257,13 +257,13 @@ def _fill_adapters(
     model: LoRAModel, source: AnyPath, channel: Channel, options: ReadOptions, verify: str
 ) -> LoadReport:
     """Fill the adapters of a model, and keep its base and everything that describes it."""
-    adapter_checks.refuse_unsupported(model, channel)
+    adapter_checks.check_supported(model, channel)
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
     with base_fingerprint.until_filled(model, source):
         return load.fill()
 
 
-def _refuse_arguments(cls: Any, keywords: dict[str, Any]) -> None:
+def _check_arguments(cls: Any, keywords: dict[str, Any]) -> None:
     refused = [name for name, is_refused in _REFUSED.items() if name in keywords and is_refused(keywords[name])]
     if refused:
         raise OptionError(
@@ -291,7 +291,7 @@ def _configuration(cls: Any, named: Any, given: dict[str, Any], source: dict[str
     return config, {name: value for name, value in left.items() if name not in source}
 
 
-def _refuse_other_type(cls: Any, config: Any, named: Any) -> None:
+def _check_type(cls: Any, config: Any, named: Any) -> None:
     """Refuse a directory of another type of model: PaddleFormers only warns, and adds missing keys to its
     configuration."""
     kind = getattr(type(config), "model_type", config.model_type)
@@ -304,7 +304,7 @@ def _refuse_other_type(cls: Any, config: Any, named: Any) -> None:
         )
 
 
-def _refuse_quantized(config: Any) -> None:
+def _check_not_quantized(config: Any) -> None:
     if config.quantization_config.is_weight_quantize():
         raise OptionError(
             "flex_checkpoint: true contradicts another option.",

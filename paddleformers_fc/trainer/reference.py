@@ -30,7 +30,7 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import fold
 from paddleformers_fc.trainer import live_roles, own_statements, pretrained
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.options import REFERENCE_UPDATES, refuse_conflicts
+from paddleformers_fc.trainer.options import REFERENCE_UPDATES, check_conflicts
 
 _PIECE = 1 << 18
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
@@ -51,16 +51,16 @@ def model_of(trainer: Any) -> Any:
     return getattr(trainer, "ref_model", None)
 
 
-def refuse_updates(trainer: Any) -> None:
+def check_no_updates(trainer: Any) -> None:
     """Refuse updates of the reference model that a script has configured.
 
     Raises:
         OptionError: with ``ref_model_update_steps``.
     """
-    refuse_conflicts(getattr(trainer, "dpo_config", None), (REFERENCE_UPDATES,))
+    check_conflicts(getattr(trainer, "dpo_config", None), (REFERENCE_UPDATES,))
 
 
-def refuse_unlike(reference: Any, model: Any) -> None:
+def check_alike(reference: Any, model: Any) -> None:
     """Refuse a reference model that our reader has not filled, unless its weights are those of the trained model.
 
     PaddleFormers' preference training copies the model into the reference model with ``set_state_dict``, which skips
@@ -115,7 +115,7 @@ def from_document(values: Mapping[str, Any], where: AnyPath) -> ReferenceDocumen
         raise FormatError(what, where=str(where), evidence=[str(error)], next_step=RESTORE) from error
 
 
-def refuse_other(
+def check_same_reference(
     saved: ReferenceDocument, contents: Mapping[str, str], directory: AnyPath | Path, casts: bool = False
 ) -> None:
     """Refuse a reference model with other numbers than that of the saved run.

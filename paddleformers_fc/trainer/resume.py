@@ -30,7 +30,7 @@ from paddleformers_fc.errors import CheckpointError, Diverged, MismatchError, No
 from paddleformers_fc.execute.opening import Sent, open_newest, open_on_all_ranks, open_sent, read_metadata
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, OpenedCheckpoint, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import format_of, is_resumable, saved_run
-from paddleformers_fc.formats.stock_run import refuse_unfinished
+from paddleformers_fc.formats.stock_run import check_finished
 from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.manifest import (
@@ -300,7 +300,7 @@ def _fault_of_other(path: Path, config: Mapping[str, Any] | None) -> str:
     if not is_resumable(path):
         return _NOT_RESUMABLE
     try:
-        refuse_unfinished(path, saved_run(path, config).world_size)
+        check_finished(path, saved_run(path, config).world_size)
     except CheckpointError as error:
         return error.in_one_line()
     return ""
@@ -397,7 +397,7 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
         return lineage.look_for_runs(places, channel).names if channel.rank else []
 
     def config() -> Mapping[str, Any]:
-        refuse_no_checkpoint(directory)
+        require_checkpoint(directory)
         return search.config or {}
 
     def look_aside() -> bool:
@@ -419,7 +419,7 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
     return Choice(directory, opening.checkpoint, named=True, saved=_saved_on_all(listed, opening.names, search))
 
 
-def refuse_no_checkpoint(directory: AnyPath) -> None:
+def require_checkpoint(directory: AnyPath) -> None:
     """Refuse a directory that was named in ``resume_from_checkpoint`` if it has no manifest.
 
     Raises:

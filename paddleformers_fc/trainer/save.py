@@ -55,7 +55,7 @@ from paddleformers_fc.trainer import (
 )
 from paddleformers_fc.trainer.callback import CheckpointReport
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.events import refuse_other_loop
+from paddleformers_fc.trainer.events import check_own_loop
 from paddleformers_fc.trainer.library import PREFIX_CHECKPOINT_DIR, ShardingOption, logger
 from paddleformers_fc.trainer.lineage import degrees_text, parallel_degrees
 from paddleformers_fc.trainer.options import shard_bytes
@@ -119,9 +119,9 @@ def prepare(session: Session, metrics: dict[str, float] | None, tier: Tier) -> P
     options = session.consistency(f"saving {directory.name}")
 
     def described() -> LivePart:
-        base_fingerprint.refuse_undefined(trainer.model)
+        base_fingerprint.check_defined(trainer.model)
         if session.run.ran:
-            refuse_other_loop(session)
+            check_own_loop(session)
         if tier.is_local:
             keep(tier.directory(args), Path(args.output_dir), tier.id)
         _update_best(trainer, metrics, directory)

@@ -221,14 +221,14 @@ class Session:
         live_roles.wait_for_weights(self.args)
         live_roles.release_full_parameters(self.trainer.model)
 
-    def refuse_optimizer(self) -> None:
+    def check_optimizer(self) -> None:
         """Refuse an optimizer whose states cannot be saved, unless they are not to be saved.
 
         Raises:
-            OptionError: see :func:`.optimizers.refuse_unsupported`.
+            OptionError: see :func:`.optimizers.check_supported`.
         """
         if not self.args.ignore_save_lr_and_optim:
-            optimizers.refuse_unsupported(self.trainer.optimizer)
+            optimizers.check_supported(self.trainer.optimizer)
 
 
 def reporters(trainer: Any) -> list[FlexCheckpointCallback]:

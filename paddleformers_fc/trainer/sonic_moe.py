@@ -88,7 +88,7 @@ def filled_from_run(trainer: Any) -> Iterator[None]:
         raise
 
 
-def refuse_unsupported(trainer: Any, config: dict[str, Any]) -> None:
+def check_supported(trainer: Any, config: dict[str, Any]) -> None:
     """Refuse models whose stacks would alternate without a declaration.
 
     Args:

@@ -85,13 +85,13 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     record_progress(trainer)
     if not is_active(arguments) or trainer.model is None:
         return
-    _refuse_other_arguments(arguments)
+    _check_own_arguments(arguments)
     channel = channel_of(arguments)
     own_statements.adopt(trainer.model, channel)
-    run_on_all(channel, "checking the model", lambda: _refuse_undeclared(trainer))
-    adapter_checks.refuse_unsupported(trainer.model, channel)
-    adapter_checks.refuse_untrained(trainer.model, channel)
-    run_on_all(channel, "describing the adapters", lambda: _refuse_unmapped(trainer.model))
+    run_on_all(channel, "checking the model", lambda: _check_declared(trainer))
+    adapter_checks.check_supported(trainer.model, channel)
+    adapter_checks.check_trained(trainer.model, channel)
+    run_on_all(channel, "describing the adapters", lambda: _check_mapped(trainer.model))
     session = Session(
         trainer,
         ReportFigures(trainer),
@@ -100,7 +100,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         step_agreement_of(channel),
         AsyncSaves() if arguments.flex_async_save else SyncSaves(),
     )
-    session.refuse_optimizer()
+    session.check_optimizer()
     run_on_all(
         channel,
         "checking where the model's weights come from",
@@ -123,7 +123,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
             logger.warning(line)
 
 
-def _refuse_other_arguments(arguments: Any) -> None:
+def _check_own_arguments(arguments: Any) -> None:
     """Refuse arguments with a ``flex_checkpoint`` of their own, which was not compared with the others."""
     if not isinstance(arguments, FlexFields):
         raise OptionError(
@@ -133,7 +133,7 @@ def _refuse_other_arguments(arguments: Any) -> None:
         )
 
 
-def _refuse_undeclared(trainer: Any) -> None:
+def _check_declared(trainer: Any) -> None:
     model = trainer.model
     if getattr(model, "config", None) is None:
         raise OptionError(
@@ -144,11 +144,11 @@ def _refuse_undeclared(trainer: Any) -> None:
     described = describe_model(model)
     if described.rules is None:
         family_for(described.config)  # Refuses a model that could not be saved after hours of training.
-    sonic_moe.refuse_unsupported(trainer, dict(described.config))
+    sonic_moe.check_supported(trainer, dict(described.config))
     check_ties(live_roles.model_roles(model)[MODEL_STATE], described)
 
 
-def _refuse_unmapped(model: Any) -> None:
+def _check_mapped(model: Any) -> None:
     """Refuse adapters of layers that the family does not declare."""
     if isinstance(model, LoRAModel):
         model_rules(describe_model(model), describe_roles(live_roles.model_roles(model))[MODEL_STATE])
@@ -202,7 +202,7 @@ def check(session: Session, model: ModelDescription) -> str:
     Raises:
         PeerError: the same on every rank: a table of the differences, with values and ranks.
         StorageError: the same on every rank: the output directories that cannot be written, with their ranks.
-        MismatchError: see :func:`.reference.refuse_unlike`.
+        MismatchError: see :func:`.reference.check_alike`.
         OptionError: see :func:`.tiers.claim`.
     """
     trainer, args, local = session.trainer, session.args, local_dir(session.args)
@@ -217,9 +217,9 @@ def check(session: Session, model: ModelDescription) -> str:
             if directory is not None:
                 check_writable(directory)
         # PaddleFormers' preference training sets it after Trainer.__init__.
-        reference.refuse_updates(trainer)
+        reference.check_no_updates(trainer)
         if not session.has_trained:  # Afterwards the model differs from a reference model.
-            reference.refuse_unlike(reference.model_of(trainer), trainer.model)
+            reference.check_alike(reference.model_of(trainer), trainer.model)
         return tiers.known_tier(args, session.channel.rank)
 
     consistency = ConsistencyCheck("starting the training", facts)

@@ -115,7 +115,7 @@ class StockTable(msgspec.Struct, frozen=True):
     without_fleet: tuple[str, ...] = ()
 
 
-def refuse_values(settings: Mapping[str, Any], keys: Mapping[str, StockKey], is_extended: bool) -> None:
+def check_values(settings: Mapping[str, Any], keys: Mapping[str, StockKey], is_extended: bool) -> None:
     """Refuse values that PaddleFormers would refuse in every rank, or read as others.
 
     Args:

@@ -21,7 +21,7 @@ from paddleformers_fc.api_arguments import COUNT, FLAG, NAMES, Kind, one_of, req
 from paddleformers_fc.distributed.channel import Channel, gather_and_keep, group_by_value, run_on_all
 from paddleformers_fc.distributed.communicator import job_communicator
 from paddleformers_fc.errors import MismatchError, OptionError
-from paddleformers_fc.execute.export import refuse_dtype
+from paddleformers_fc.execute.export import check_dtype
 from paddleformers_fc.execute.merging import Merge, deltas_of
 from paddleformers_fc.execute.save import LivePart
 from paddleformers_fc.execute.stream import (
@@ -101,7 +101,7 @@ def stream(
     channel = job_communicator()
     if family is config is mapping is None:
         own_statements.adopt(model, channel)
-    adapter_checks.refuse_unsupported(model, channel)
+    adapter_checks.check_supported(model, channel)
     live_roles.wait_for_weights()
 
     def prepare() -> _Prepared:
@@ -110,12 +110,12 @@ def stream(
         require(COUNT, max_bytes=max_bytes)
         require(one_of((HOST, MODEL)), device=device)
         require(FLAG, adapters=adapters)
-        refuse_dtype(dtype or "")
+        check_dtype(dtype or "")
         wanted = None if names is None else tuple(names)
         request = StreamRequest(_receivers(to, channel.world_size), wanted, dtype or "", int(max_bytes))
         source, described = described_source(model, None, family, config, mapping)
-        base_fingerprint.refuse_undefined(source.model)
-        _refuse_adapters(described, request, adapters)
+        base_fingerprint.check_defined(source.model)
+        _check_adapters(described, request, adapters)
         if mapping is not None or is_by_name(described):
             described = structs.replace(described, config=without_family(described.config))
         return _Prepared(described, source.weights(), request)
@@ -279,7 +279,7 @@ def _receivers(to: str | Sequence[int], world_size: int) -> tuple[int, ...]:
     return ranks
 
 
-def _refuse_adapters(described: ModelDescription, request: StreamRequest, adapters: bool) -> None:
+def _check_adapters(described: ModelDescription, request: StreamRequest, adapters: bool) -> None:
     """Refuse a request that does not fit the adapters of a model.
 
     Raises:

@@ -170,7 +170,7 @@ def _claim(args: Any, own: str, rank: int) -> None:
     output_dir, local = Path(args.output_dir), local_dir(args)
     if local is None:
         return
-    refuse_foreign(local, own)
+    check_own(local, own)
     known, record = read_record(output_dir), _record(local, output_dir, own)
     # First here: after a kill in between, a local tier with an id would be that of another run.
     if known is None or known.id != own or (rank == 0 and known != record):
@@ -188,10 +188,10 @@ def keep(local: Path, output_dir: Path, own: str) -> None:
     if read_record(local) is None:
         _write(local, _record(local, output_dir, own))
     else:
-        refuse_foreign(local, own)
+        check_own(local, own)
 
 
-def refuse_foreign(local: Path, own: str) -> None:
+def check_own(local: Path, own: str) -> None:
     """Refuse a local tier of another run.
 
     Args:

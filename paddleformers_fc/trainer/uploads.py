@@ -106,7 +106,7 @@ class CheckpointUploader:
         with self._changed:
             return not self._changed.wait_for(lambda: not self._waiting, seconds)
 
-    def refuse_failed(self) -> None:
+    def raise_failures(self) -> None:
         """Raise the error of the first checkpoint that could not be uploaded.
 
         Raises:
@@ -307,4 +307,4 @@ class Uploads:
         self._wait()
         self._uploader.retry()
         self._wait()
-        run_on_all(self._channel, "uploading checkpoints", self._uploader.refuse_failed)
+        run_on_all(self._channel, "uploading checkpoints", self._uploader.raise_failures)

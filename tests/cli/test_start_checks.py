@@ -307,7 +307,7 @@ def test_the_model_of_a_checkpoint_of_any_family_is_recognised(tmp_path: Path, f
     saved = exported_config(family, model.config, model, model.config)
     (checkpoint / "config.json").write_text(json.dumps(saved))
     values = {**vars(FlexFields()), "model_name_or_path": model_of(tmp_path / "model", **model.config)}
-    start_checks._refuse_another_model({}, {**values, "resume_from_checkpoint": str(checkpoint)}, checkpoint)
+    start_checks._check_same_model({}, {**values, "resume_from_checkpoint": str(checkpoint)}, checkpoint)
 
 
 STOCK = {"flex_checkpoint": False, "do_train": True, "stage": "PT", "device": "cpu"}

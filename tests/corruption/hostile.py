@@ -366,7 +366,7 @@ def _trainer(directory: Path) -> Target:
     def use_states(raw: bytes) -> None:
         value = state_json.decode_object(raw, "trainer/state.json")
         if "last_lr" in value:
-            documents.refuse_unlike(value, scheduler.state_dict(), Path("trainer/scheduler.json"))
+            documents.check_alike(value, scheduler.state_dict(), Path("trainer/scheduler.json"))
             scheduler.set_state_dict(value)
             scheduler.step()
         else:

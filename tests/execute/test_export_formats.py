@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.export import export_opened, refuse_target
+from paddleformers_fc.execute.export import check_target, export_opened
 from paddleformers_fc.families import family_for
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile, tensor_header
@@ -99,4 +99,4 @@ def test_a_format_of_some_tensors_under_other_names_gets_these_and_its_documents
     assert report.tensors == len(found) < len(weights)
     assert (tmp_path / "adapter/adapter_config.json").read_bytes() == b"{}"
     with pytest.raises(OptionError, match="adapter_model"):
-        refuse_target(tmp_path / "adapter", [], False, ATTENTION_ONLY)
+        check_target(tmp_path / "adapter", [], False, ATTENTION_ONLY)

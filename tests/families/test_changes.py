@@ -11,8 +11,8 @@ from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.changes import (
     OPTION,
     Change,
+    check_changes_allowed,
     config_changes,
-    refuse_changes,
     table,
     value_text,
 )
@@ -26,7 +26,7 @@ def changed(saved: dict[str, Any], now: dict[str, Any], complete: bool = True) -
 
 def refused(saved: dict[str, Any], now: dict[str, Any], *allowed: str) -> str:
     try:
-        refuse_changes(changed(saved, now), allowed, "checkpoint-1")
+        check_changes_allowed(changed(saved, now), allowed, "checkpoint-1")
     except MismatchError as error:
         return error.render()
     return ""
@@ -126,9 +126,9 @@ def test_changes_of_equal_values_under_other_keys_stay_apart() -> None:
 
 def test_of_tensors_that_do_not_fit_no_key_is_offered() -> None:
     rank = Change("lora.r", "4", "8", frozenset({"lora.r"}), "adapters have another rank")
-    refuse_changes([rank], ["lora"], "checkpoint-3", fits=False)
+    check_changes_allowed([rank], ["lora"], "checkpoint-3", fits=False)
     with pytest.raises(MismatchError) as raised:
-        refuse_changes([rank], [], "checkpoint-3", fits=False)
+        check_changes_allowed([rank], [], "checkpoint-3", fits=False)
     assert "lora.r  4      8" in (text := raised.value.render())
     assert "do not fit" in text
     assert OPTION not in text

@@ -11,10 +11,10 @@ from paddleformers_fc.errors import FormatError, MappingError, MismatchError
 from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import (
     bind_model,
+    check_cut_alike,
     decode_mapping,
     encode_mapping,
     model_ties,
-    refuse_recut,
     rules_by_name,
 )
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie, prove
@@ -67,10 +67,10 @@ def test_tensors_of_equal_names_and_other_cuts_are_refused_unless_a_statement_as
     alone = rules_by_name(
         [ModelTensor(one.name, one.shape, one.dtype, (1,) * len(one.shape)) for one in (WEIGHT, BIAS)]
     )
-    refuse_recut(NAMED, NAMED, (), "checkpoint-3")
-    refuse_recut(NAMED, alone, ("fc.weight", "fc.bias"), "checkpoint-3")
+    check_cut_alike(NAMED, NAMED, (), "checkpoint-3")
+    check_cut_alike(NAMED, alone, ("fc.weight", "fc.bias"), "checkpoint-3")
     with pytest.raises(MismatchError, match="names do not show") as refused:
-        refuse_recut(NAMED, alone, ("fc.bias",), "checkpoint-3")
+        check_cut_alike(NAMED, alone, ("fc.bias",), "checkpoint-3")
     assert refused.value.evidence == ("fc.weight: stored in 1 x 2 shards, wanted in 1 x 1",)
 
 

@@ -74,7 +74,7 @@ def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
     wanted = {name: Shard(name, "float32", (4, 2), whole((4, 2))) for name in rules.targets}
     plan = plan_reads(ReadSource(stored(tmp_path, arrays, 1), rules.mapping()), {"model_state": wanted})
     with pytest.raises(MismatchError) as caught:
-        plan.report.refuse("here")
+        plan.report.raise_error("here")
     text = str(caught.value)
     assert "MISSING" in text
     assert "layers.3.w" in text
@@ -180,11 +180,11 @@ def test_trouble_with_dtypes_alone_is_answered_with_the_options_that_set_them() 
     report.add("dtype", "w: stored float32, wanted bfloat16")
     report.add("missing", "w.w_0")
     with pytest.raises(MismatchError) as caught:
-        report.refuse("checkpoint-3")
+        report.raise_error("checkpoint-3")
     assert "compute_type" in caught.value.next_step
     report.add("missing", "v")
     with pytest.raises(MismatchError) as caught:
-        report.refuse("checkpoint-3")
+        report.raise_error("checkpoint-3")
     assert "compute_type" not in caught.value.next_step
 
 

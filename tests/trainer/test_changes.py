@@ -14,7 +14,7 @@ from paddleformers_fc.cli.training import COLOUR
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.families.changes import Change
 from paddleformers_fc.trainer.options import FlexFields
-from paddleformers_fc.trainer.position import changes_text, refuse_other_samples
+from paddleformers_fc.trainer.position import changes_text, check_same_samples
 from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.trainer.jobs import frozen_trainer, logged
@@ -148,7 +148,7 @@ def test_settings_that_make_other_samples_of_the_data_are_refused(
     saved: dict[str, Any], now: dict[str, Any], fault: str
 ) -> None:
     with pytest.raises(OptionError) as caught:
-        refuse_other_samples(saved, {**saved, **now}, "out/checkpoint-3")
+        check_same_samples(saved, {**saved, **now}, "out/checkpoint-3")
     assert caught.value.evidence == (fault,)
     assert "ignore_data_skip: true" in caught.value.next_step
 
@@ -164,8 +164,8 @@ def test_settings_that_make_other_samples_of_the_data_are_refused(
     ],
 )
 def test_settings_that_may_keep_the_samples_are_not_refused(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    refuse_other_samples(saved, {**saved, **now}, "out/checkpoint-3")
-    refuse_other_samples({}, {**saved, **now}, "out/checkpoint-3")
+    check_same_samples(saved, {**saved, **now}, "out/checkpoint-3")
+    check_same_samples({}, {**saved, **now}, "out/checkpoint-3")
 
 
 FREEZABLE = "model.layers.1.mlp.down_proj.weight"

@@ -164,7 +164,7 @@ def test_old_checkpoints_in_the_store_are_deleted_and_files_of_others_stay(bucke
     for step in (2, 4, 6, 8):
         one.follow(make_checkpoint(tmp_path, step), str(tmp_path / "checkpoint-4"))
     assert not one.is_busy(LIMIT)
-    one.refuse_failed()
+    one.raise_failures()
     assert steps(bucket) == ["checkpoint-4", "checkpoint-8"]
     others = {name for name in bucket.files("run") if name.split("/")[0] not in ("checkpoint-4", "checkpoint-8")}
     assert others == {"checkpoint-2/notes.txt", "checkpoint-1/half.safetensors"}
@@ -175,7 +175,7 @@ def test_every_nth_step_stays_in_the_store_beyond_the_limit(bucket: Bucket, tmp_
     for step in range(1, 6):
         one.follow(make_checkpoint(tmp_path, step))
     assert not one.is_busy(LIMIT)
-    one.refuse_failed()
+    one.raise_failures()
     assert steps(bucket) == ["checkpoint-3", "checkpoint-5"]
 
 
@@ -198,11 +198,11 @@ def test_a_refused_upload_is_tried_again_and_its_last_error_is_raised(bucket: Bu
     assert not one.is_busy(LIMIT)
     assert one.pending() == [path]
     with pytest.raises(StorageError, match="refused to"):
-        one.refuse_failed()
+        one.raise_failures()
     bucket.store.accepts = lambda method, path, query: True
     one.follow(make_checkpoint(tmp_path, 4))
     assert not one.is_busy(LIMIT)
-    one.refuse_failed()
+    one.raise_failures()
     assert (one.pending(), steps(bucket)) == ([], ["checkpoint-2", "checkpoint-4"])
 
 

@@ -229,8 +229,8 @@ def test_updates_of_the_reference_model_are_refused_by_name_also_in_a_script() -
     from paddleformers_fc.trainer import reference
 
     with pytest.raises(OptionError) as refused:
-        reference.refuse_updates(SimpleNamespace(dpo_config=SimpleNamespace(ref_model_update_steps=2)))
+        reference.check_no_updates(SimpleNamespace(dpo_config=SimpleNamespace(ref_model_update_steps=2)))
     text = refused.value.render()
     assert "flex_checkpoint: true and ref_model_update_steps: 2: the reference model is the base" in text
-    reference.refuse_updates(SimpleNamespace(dpo_config=SimpleNamespace(ref_model_update_steps=-1)))
-    reference.refuse_updates(SimpleNamespace())
+    reference.check_no_updates(SimpleNamespace(dpo_config=SimpleNamespace(ref_model_update_steps=-1)))
+    reference.check_no_updates(SimpleNamespace())

@@ -81,7 +81,7 @@ def train(run: DemoRun, directory: Path) -> DemoResult:
         OptionError: the path of the corpus cannot be written into a YAML of PaddleFormers.
         FlexError: a rank failed; the error holds the end of its log.
     """
-    _refuse_separators(run.corpus)
+    _check_no_separators(run.corpus)
     output = directory / run.name
     recipe = directory / f"{run.name}.yaml"
     recipe.write_text(yaml.safe_dump(_content(run, output), sort_keys=False), encoding="utf-8")
@@ -116,7 +116,7 @@ def _losses(log: str) -> dict[int, float]:
     return {int(step): float(loss) for loss, step in _STEP.findall(log)}
 
 
-def _refuse_separators(corpus: Path) -> None:
+def _check_no_separators(corpus: Path) -> None:
     if re.search(r"[\s,#]", str(corpus)):
         raise OptionError(
             "The demo's directory has a space, a comma or a # in its path, which PaddleFormers takes for separators.",

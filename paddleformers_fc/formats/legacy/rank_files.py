@@ -140,8 +140,8 @@ def find_rank_files(directory: Path) -> RankFiles:
         place = ranks.get("tp", 0), ranks.get("pp", 0), ranks.get("shard", ranks.get(EXPERTS, 0))
         if (first := found.setdefault(kind, {}).setdefault(place, name)) != name:
             twice.append([first, name])
-    stock.refuse_links(directory, (directory / name for kind in found.values() for name in kind.values()))
-    refuse_mixed(directory, [list(one.values()) for one in forms.values() if len(one) > 1] + twice)
+    stock.check_no_links(directory, (directory / name for kind in found.values() for name in kind.values()))
+    check_one_checkpoint(directory, [list(one.values()) for one in forms.values() if len(one) > 1] + twice)
     axes = {kind: next(iter(one))[:-1] for kind, one in forms.items()}
     degrees = {kind: _degrees(axes[kind], places) for kind, places in found.items()}
     tp, pp = (max(one[axis] for one in degrees.values()) for axis in range(2))
@@ -185,7 +185,7 @@ def unsupported_experts(directory: AnyPath, why: str) -> FormatError:
     )
 
 
-def refuse_mixed(directory: AnyPath, mixed: Sequence[Sequence[str]]) -> None:
+def check_one_checkpoint(directory: AnyPath, mixed: Sequence[Sequence[str]]) -> None:
     """Refuse files that belong to two checkpoints.
 
     Args:

@@ -56,11 +56,11 @@ from paddleformers_fc.formats.legacy.rank_files import (
     RankContent,
     RankFiles,
     arrange,
+    check_one_checkpoint,
     divides_experts,
     find_rank_files,
     is_rank_file,
     read_rank_file,
-    refuse_mixed,
     scheduler_epoch,
     unsupported_experts,
 )
@@ -150,7 +150,7 @@ class StageFiles:
 def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any], last: bool = False) -> Assembly:
     """Read all files of a directory, and convert them to shards; of several copies the first one, or the last."""
     contents = {name: read_rank_file(directory, name) for name in files.names}
-    _refuse_steps(directory, contents)
+    _check_steps_equal(directory, contents)
     if is_known(config):
         declared = Names(family_for(config), stock.model_description(directory, config))
         named = [name for name in files.files[MODEL].values() if name.endswith(".pdparams")]
@@ -172,7 +172,7 @@ def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any], las
     return assembly
 
 
-def _refuse_steps(directory: Path, contents: Mapping[str, RankContent]) -> None:
+def _check_steps_equal(directory: Path, contents: Mapping[str, RankContent]) -> None:
     """Refuse optimizer files and a scheduler whose counts of steps differ."""
     epochs = {name: one.epoch for name, one in contents.items() if one.epoch is not None}
     if (epoch := scheduler_epoch(directory)) is not None and epochs:
@@ -548,7 +548,7 @@ def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> Op
         MappingError: the family of the model does not declare a tensor that is cut.
     """
     if PADDLE_DISTCP.recognises(directory):
-        refuse_mixed(directory, [(MODEL_STATE, "files of ranks")])
+        check_one_checkpoint(directory, [(MODEL_STATE, "files of ranks")])
     directory = require_local(directory, "A checkpoint of Paddle")
     stated = stock.read_stock_config(directory, config)
     files = find_rank_files(directory)

@@ -46,8 +46,8 @@ from paddleformers_fc.formats.legacy.rank_files import (
     OPTIMIZER,
     RankContent,
     arrange,
+    check_one_checkpoint,
     is_rank_file,
-    refuse_mixed,
 )
 from paddleformers_fc.formats.legacy.rank_shards import Assembly, StageFiles
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
@@ -102,7 +102,7 @@ def _assembled(
     assembly = Assembly(directory, config, 1, has_states=False)
     experts = _experts(directory, config)
     own, named, exact = (_renumbered(one.arrays, experts, assembly.faults) for one in (weights, states, masters))
-    _refuse_masters_as_weights(directory, config, own, exact)
+    _check_no_masters_as_weights(directory, config, own, exact)
     # Parameters of float32 are copied into the files of master weights, and have none.
     exact = {name: one for name, one in exact.items() if name not in own or own[name][0].dtype != MASTER.dtype}
     turned = _Orientation(directory, config, weights.turned, own, named, exact).of_weights()
@@ -131,12 +131,12 @@ def _assembled(
     return assembly
 
 
-def _refuse_others(directory: Path, names: Sequence[str]) -> None:
+def _check_only_ours(directory: Path, names: Sequence[str]) -> None:
     """Refuse files of other checkpoints, and those of which nothing describes the parts."""
     mixed = [[name, "safetensors files of states"] for name in names if is_rank_file(name, OPTIMIZER, EMA)]
     if PADDLE_DISTCP.recognises(directory):
         mixed.append([MODEL_STATE, "safetensors files of states"])
-    refuse_mixed(directory, mixed)
+    check_one_checkpoint(directory, mixed)
     unmerged = [name for name in names if _UNMERGED.fullmatch(name)]
     if unmerged:
         raise FormatError(
@@ -169,7 +169,7 @@ def _files(directory: Path, kind: str, names: Sequence[str]) -> dict[str, list[s
     else:
         return {}
     others = [name for name in own if name not in files]
-    refuse_mixed(directory, [[*others[:8], *list(files)[:1]]] if others else [])
+    check_one_checkpoint(directory, [[*others[:8], *list(files)[:1]]] if others else [])
     return dict(sorted(files.items()))
 
 
@@ -187,7 +187,7 @@ def _content(headers: Mapping[str, Header]) -> _Content:
     return _Content(arrays, frozenset(turned))
 
 
-def _refuse_masters_as_weights(directory: Path, config: Mapping[str, Any], weights: Arrays, masters: Arrays) -> None:
+def _check_no_masters_as_weights(directory: Path, config: Mapping[str, Any], weights: Arrays, masters: Arrays) -> None:
     """Refuse files of weights with the master weights of a model of 16 bits in them."""
     stated = config.get("dtype") or config.get("torch_dtype")
     if stated in _HALF and {own[0].dtype for own in weights.values()} == {MASTER.dtype} and not masters:
@@ -418,11 +418,11 @@ def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> Op
     """
     directory = require_local(directory, "A unified checkpoint")
     names = sorted(path.name for path in list_directory(directory))
-    _refuse_others(directory, names)
+    _check_only_ours(directory, names)
     stated = stock.read_stock_config(directory, config)
-    stock.refuse_links(directory, (directory / name for name in map(_index_name, _KINDS) if name in names))
+    stock.check_no_links(directory, (directory / name for name in map(_index_name, _KINDS) if name in names))
     listed = {kind: _files(directory, kind, names) for kind in _KINDS}
-    stock.refuse_links(directory, (directory / name for files in listed.values() for name in files))
+    stock.check_no_links(directory, (directory / name for files in listed.values() for name in files))
     read = [read_files(directory / _index_name(kind), files, None, "off", ()) for kind, files in listed.items()]
     identities = {path: one for own in read for path, one in own.identities.items()}
     made = _assembled(directory, stated[0], *(_content(one.headers) for one in read))
