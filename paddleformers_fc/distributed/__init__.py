@@ -1,11 +1,11 @@
 """Communication between the ranks of a job.
 
 ==================  ==================================================================================
-``communicator``    one object per job: channel, liveness, connection to the store, exit of hung ranks
-``store_client``    a connection to the job's store with a bound on every wait
-``channel``         typed exchanges; the same error on all ranks; many ranks in one line of a report
-``liveness``        meetings before every exchange, with a timeout
-``consistency``     versions, options and configuration compared between ranks
-``step_agreement``  training threads agree at step ends
+``communicator``    one object per job: channel, liveness, connection to the store; ends hung ranks
+``store_client``    a connection to the job's store with a timeout on every wait
+``channel``         typed exchanges that raise the same error on all ranks; ranks formatted for reports
+``liveness``        a barrier with a timeout before every exchange
+``consistency``     compares versions, options and configuration between ranks
+``step_agreement``  lets ranks agree at step ends without collectives
 ==================  ==================================================================================
 """

@@ -1,27 +1,14 @@
 """Exchange typed messages between all ranks of a job, and raise the same error on all of them.
 
-A :class:`Channel` has three operations. ``gather`` gives the bytes of every rank to all ranks, or to some. In
-``all_to_all`` ranks give bytes to some others, in sizes that all ranks have agreed on, and ``unite`` gives all ranks an
-array to which each has contributed. No message is a pickle.
+:func:`gather_and_keep` runs work on every rank and exchanges the messages that it returns. If the work fails on any
+rank, a second exchange carries the errors and all ranks raise the same one, so no rank waits in a collective for a
+failed rank. :func:`all_gather_checked`, :func:`run_on_all` and :func:`broadcast` are simpler forms. No message is a
+pickle.
 
-:func:`gather_and_keep` runs work on every rank, encodes its message, exchanges, and decodes the messages of all ranks.
-If the work fails on any rank, all ranks raise the same error, so no rank waits in a collective for a failed one.
-:func:`all_gather_checked` is the form without a local result, :func:`run_on_all` the form without a message, and
-:func:`broadcast` the form in which one rank has a message for all. The first exchange of an operation carries
-:class:`ConsistencyFacts`: digests that must be equal on all ranks.
-
-Cost of an exchange: one maximum of 12 bytes per rank, 48 KiB at 4,096 ranks, which contain length and digest of each
-message, and a digest of what the ranks are doing. Ranks with equal messages send them once, and nothing is sent that
-all ranks have. Messages follow without padding: in a broadcast if one rank has to send, in a maximum towards one rank
-if only that rank needs them, otherwise in a maximum on all ranks. Rings and trees of the backend carry them, so no rank
-opens a connection to thousands of others, as a gather by point-to-point messages would. An exchange is rejected before
-memory is allocated if the longest message has more than :data:`MOST_OF_ONE` bytes, or all others more than
-:data:`MOST_BYTES` together; long ones are carried in rounds, so that a buffer on a device stays small. If any rank
-fails, a second exchange carries the errors.
-
-An exchange can also carry *marks*, an array of flags: each rank sets its own, and all ranks receive the union.
-
-Format ranks for reports: a thousand of them in one line.
+Cost of an exchange: a max all-reduce of 12 bytes per rank (48 KiB at 4,096 ranks) with the length and digest of each
+message. The messages follow in rounds of 4 MiB, by a broadcast, a reduce or an all-reduce; equal messages are sent
+once. The backend's rings and trees carry them, so no rank opens connections to thousands of others. Before memory is
+allocated, the exchange fails if a message exceeds :data:`MAX_MESSAGE_BYTES`, or the others :data:`MAX_TOTAL_BYTES`.
 """
 
 from __future__ import annotations
@@ -38,8 +25,8 @@ import xxhash
 
 from paddleformers_fc.errors import CheckpointError, FlexError, PeerError, from_wire
 
-MOST_VALUES = 8
-"""Most values in one line."""
+_MAX_VALUES = 8
+"""Maximum number of values in one line of a report."""
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -59,17 +46,17 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def group_by_value(values: Sequence[str] | Mapping[int, str]) -> str:
-    """Return values with their ranks: ``8 on ranks 0-2; 9 on rank 3``. The value of the fewest ranks is last.
+    """Return values with their ranks: ``8 on ranks 0-2; 9 on rank 3``. The rarest value comes last.
 
     Args:
-        values: the value of each rank, by rank.
+        values: the values by rank.
     """
     holders: dict[str, list[int]] = {}
     for rank, value in values.items() if isinstance(values, Mapping) else enumerate(values):
         holders.setdefault(value, []).append(rank)
     lines = [f"{value} on {format_ranks(ranks)}" for value, ranks in sorted(holders.items(), key=_largest_group_first)]
-    if len(lines) > MOST_VALUES:
-        lines[MOST_VALUES - 1 :] = [f"{len(lines) - MOST_VALUES + 1} more values on other ranks"]
+    if len(lines) > _MAX_VALUES:
+        lines[_MAX_VALUES - 1 :] = [f"{len(lines) - _MAX_VALUES + 1} more values on other ranks"]
     return "; ".join(lines)
 
 
@@ -78,7 +65,7 @@ def _largest_group_first(entry: tuple[str, list[int]]) -> tuple[int, int]:
 
 
 def escape_text(text: str) -> str:
-    """Return a text that UTF-8 can encode: surrogates, as in file names of arbitrary bytes, are escaped."""
+    """Escape surrogates, which occur in file names of arbitrary bytes, so that UTF-8 can encode the text."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -88,19 +75,18 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _M = TypeVar("_M")
 _T = TypeVar("_T")
 
-MOST_BYTES = 48 << 20
-"""Most bytes of all messages in one exchange but the longest: they grow with the number of ranks."""
+MAX_TOTAL_BYTES = 48 << 20
+"""Maximum total bytes of the messages in one exchange without the longest: they grow with the number of ranks."""
 
-MOST_OF_ONE = 1 << 30
-"""Most bytes of one message, such as the metadata of a checkpoint that one rank has read."""
+MAX_MESSAGE_BYTES = 1 << 30
+"""Maximum bytes of one message, such as the metadata of a checkpoint that one rank has read."""
 
 _ROUND_BYTES = 4 << 20
 _FRAME = struct.Struct("<I8s")
 _LONGEST = 0xFFFFFFFF
 NO_HEAD = bytes(8)
-"""The head of an exchange whose ranks need no comparison."""
+"""The head of an exchange that compares nothing."""
 NO_MARKS: Bytes = np.empty(0, np.uint8)
-"""The marks of an exchange without any."""
 _REPORT_HEAD = b"\xff" * 8
 """The head of an exchange of errors."""
 
@@ -125,10 +111,10 @@ class Channel(Protocol):
 
         Args:
             doing: description of the exchange, for errors.
-            payload: that of this rank, of any length.
-            head: eight bytes. If they are not equal on all ranks, no payload is exchanged, and None is returned.
+            payload: this rank's payload, of any length.
+            head: eight bytes. If ranks pass different heads, no payload is exchanged and None is returned.
             to: the only rank that needs the payloads; other ranks may get empty ones.
-            marks: of the same length on every rank with this head; changed to the maximum over all ranks.
+            marks: flags, equally many on every rank with this head. Changed in place to the maximum over all ranks.
         Raises:
             PeerError: the same on every rank: the payloads are too large.
         """
@@ -138,16 +124,16 @@ class Channel(Protocol):
 
         Args:
             outgoing: bytes by receiver.
-            sizes: number of bytes by sender; equal to those that the sender passes.
+            sizes: number of bytes to receive, by sender; must match what the sender passes.
         Returns:
             bytes by sender.
         """
 
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
-        """Return the maximum of an array over all ranks, element by element. Every rank must call.
+        """Return the element-wise maximum of an array over all ranks. Every rank must call.
 
         Args:
-            array: that of this rank; all have the same length.
+            array: this rank's array, equally long on all ranks.
             source: the only rank whose array is not zero; None if there may be several.
             to: the only rank that needs the maximum; None if all do.
         """
@@ -158,7 +144,7 @@ class ConsistencyFacts(Protocol):
 
     @property
     def digest(self) -> bytes:
-        """The digest of this rank's facts, never empty."""
+        """Digest of this rank's facts, never empty."""
 
     def mismatch_error(self, channel: Channel) -> FlexError:
         """Return the error for ranks whose digests differ. Every rank must call."""
@@ -170,7 +156,7 @@ class _RankReport(msgspec.Struct):
     Args:
         doing: description of the work.
         error: the error in wire form; empty after success.
-        digest: of the consistency facts; empty without them.
+        digest: digest of the consistency facts; empty without them.
     """
 
     doing: str
@@ -208,7 +194,7 @@ ALONE = LocalChannel()
 
 
 class CollectiveChannel:
-    """A channel that exchanges payloads by one operation on arrays, :meth:`unite`.
+    """A channel that needs only one collective, :meth:`unite`.
 
     Args:
         rank: this rank.
@@ -252,7 +238,7 @@ class CollectiveChannel:
         digest = xxhash.xxh3_64_digest(payload) if payload else NO_HEAD
         frame = np.frombuffer(_FRAME.pack(min(len(payload), _LONGEST), digest), np.uint8)
         own = np.zeros(2 * len(NO_HEAD) + self.world_size * frame.size, np.uint8)
-        # The maxima of a number and of its complement are complements only if all ranks have the same number.
+        # The maxima of a number and its complement are complements only if all ranks have the same number.
         heads, frames = own[: 2 * len(NO_HEAD)].reshape(2, -1), own[2 * len(NO_HEAD) :].reshape(-1, frame.size)
         heads[0] = np.frombuffer(head, np.uint8)
         heads[1], frames[self.rank] = ~heads[0], frame
@@ -261,7 +247,7 @@ class CollectiveChannel:
         return [one.tobytes() for one in frames] if (heads[0] == ~heads[1]).all() else None
 
     def _in_rounds(self, payload: bytes, ends: Bytes, source: int | None, to: int | None) -> Payload:
-        """Return the payloads of all ranks in one."""
+        """Return the concatenated payloads of all ranks."""
         total, first = int(ends[-1]), int(ends[self.rank])
         received = np.empty(total if to in (None, self.rank) else 0, np.uint8)
         for low in range(0, total, _ROUND_BYTES):
@@ -274,21 +260,21 @@ class CollectiveChannel:
 
 
 def _check_sizes(doing: str, ends: Bytes) -> None:
-    """Refuse messages that do not fit into memory, before it is allocated."""
+    """Check that messages are not too large, before memory for them is allocated."""
     sizes = np.diff(ends)
     longest = sizes.max()
-    if longest > MOST_OF_ONE or ends[-1] - longest > MOST_BYTES:
+    if longest > MAX_MESSAGE_BYTES or ends[-1] - longest > MAX_TOTAL_BYTES:
         raise PeerError(
-            f"The messages of {sizes.size} ranks for {doing} have more than {MOST_BYTES:,} bytes beside the longest, "
-            f"or that has more than {MOST_OF_ONE:,}.",
+            f"The messages of {sizes.size} ranks for {doing} are too large: the longest exceeds "
+            f"{MAX_MESSAGE_BYTES:,} bytes, or all others exceed {MAX_TOTAL_BYTES:,} bytes together.",
             where=f"a job of {sizes.size} ranks",
-            evidence=[f"rank {sizes.argmax()} has the longest, of {longest:,} bytes; all have {ends[-1]:,}"],
+            evidence=[f"rank {sizes.argmax()} sends the longest, {longest:,} bytes; all send {ends[-1]:,} bytes"],
             next_step="Report this with the size of the model and the layout of the job.",
         )
 
 
 class PaddleChannel(CollectiveChannel):
-    """All ranks of a running Paddle job, over its default group."""
+    """The channel of a running Paddle job, over its default group."""
 
     def __init__(self) -> None:
         import paddle.distributed as dist
@@ -296,7 +282,7 @@ class PaddleChannel(CollectiveChannel):
         super().__init__(int(dist.get_rank()), int(dist.get_world_size()))
 
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
-        """Return the maximum of an array over all ranks by one collective, and one copy from a device."""
+        """Return the maximum of an array over all ranks, with one collective and one copy from the device."""
         import paddle
         import paddle.distributed as dist
 
@@ -310,11 +296,11 @@ class PaddleChannel(CollectiveChannel):
         return tensor.numpy() if to in (None, self.rank) else array
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """Send and receive bytes by one all-to-all."""
+        """Send and receive bytes with one all-to-all."""
         import paddle
         import paddle.distributed as dist
 
-        # One extra byte to this rank itself: not every backend defines a collective of zero bytes.
+        # Each rank also sends itself one byte, because not every backend supports a collective of zero bytes.
         own = np.zeros(1, np.uint8)
         parts = [np.concatenate([outgoing.get(rank, own[:0]), own[: rank == self.rank]]) for rank in self._ranks]
         coming = [sizes.get(rank, 0) + (rank == self.rank) for rank in self._ranks]
@@ -334,7 +320,7 @@ class PaddleChannel(CollectiveChannel):
 
 
 def job_channel() -> Channel:
-    """Return the unguarded channel of the running job."""
+    """Return the channel of the running job, without timeouts."""
     import paddle.distributed as dist
 
     return PaddleChannel() if dist.is_initialized() and dist.get_world_size() > 1 else ALONE
@@ -353,19 +339,19 @@ def gather_and_keep(
 
     Args:
         channel: all ranks; every rank must call.
-        doing: description of the work, equal on every rank; ranks with different descriptions are refused.
-        work: returns this rank's message and its local result.
+        doing: description of the work; must be equal on every rank.
+        work: returns this rank's message and its local result. If it changes anything, the caller must undo that after
+            an error.
         kind: type of the message; anything that msgspec encodes.
-        consistency: facts that must be equal on all ranks. A mismatch takes precedence over other errors. The work must
-            change nothing that the caller does not undo after an error.
+        consistency: facts that must be equal on all ranks. A mismatch takes precedence over other errors.
         to: the only rank that needs the messages; all ranks if None.
-        marks: a byte per thing, as many on every rank; the work sets those of this rank, and the call changes them to
-            the maximum over all ranks.
+        marks: flags, equally many on every rank. The work sets this rank's flags; the call replaces them by the union
+            over all ranks.
     Returns:
-        the messages by rank, none where they are not needed, and this rank's local result. Equal messages are one
-        object.
+        the messages by rank, empty on ranks that do not need them, and this rank's local result. Equal messages are
+        the same object.
     Raises:
-        FlexError: the same on every rank: facts differ, descriptions differ, or the errors of the ranks that failed.
+        FlexError: the same on every rank: facts or descriptions differ, or the work failed on some ranks.
     """
 
     def encoded() -> tuple[bytes, _T]:
@@ -384,22 +370,22 @@ def gather_and_keep(
 def decoder_of(kind: type[_M]) -> msgspec.msgpack.Decoder[_M]:
     """Return a decoder of messages of a type.
 
-    msgspec 0.22 builds its description of a class when the class is first decoded. A thread that decodes the same class
-    meanwhile reads the unfinished description, and the process ends with a segmentation fault.
+    A lock is needed because msgspec 0.22 builds its description of a class lazily: another thread that decodes the
+    same class at that moment reads the unfinished description and crashes the process.
     """
     with _BUILDING:
         return msgspec.msgpack.Decoder(kind)
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What a rank does by itself before all ranks exchange.
+    """Local work of a rank that ends with an exchange.
 
     Args:
         doing: as for :func:`gather_and_keep`.
-        work: likewise; if there is a source, as for :func:`broadcast`.
-        kind: likewise.
+        work: as for :func:`gather_and_keep`, or for :func:`broadcast` if there is a source.
+        kind: as for :func:`gather_and_keep`.
         source: the only rank that has a message; None if all have one.
-        to: the only rank that needs the messages of all; None if all do.
+        to: the only rank that needs the messages; None if all do.
     """
 
     doing: str
@@ -410,11 +396,11 @@ class Part(msgspec.Struct, frozen=True):
 
 
 Parts: TypeAlias = Generator[Part, Any, _T]
-"""Work in parts: a generator gets the result of every exchange, or its error."""
+"""A generator that yields parts and receives the result or the error of each exchange."""
 
 
 def exchange_part(parts: Parts[Any], part: Part, channel: Channel) -> Part:
-    """Do a part, exchange, and return the next part. Every rank must call.
+    """Run a part, exchange its result, and return the next part. Every rank must call.
 
     Raises:
         StopIteration: with the result of the last part.
@@ -432,7 +418,7 @@ def exchange_part(parts: Parts[Any], part: Part, channel: Channel) -> Part:
 
 
 def run_parts(parts: Parts[_T], channel: Channel) -> _T:
-    """Do all parts in a row, and return their result. Every rank must call."""
+    """Run all parts, and return the result of the generator. Every rank must call."""
     try:
         part = next(parts)
         while True:
@@ -449,12 +435,12 @@ def all_gather_checked(
     consistency: ConsistencyFacts | None = None,
     to: int | None = None,
 ) -> list[_M]:
-    """Return the messages of all ranks, as :func:`gather_and_keep`."""
+    """Return the messages of all ranks, like :func:`gather_and_keep` without a local result."""
     return gather_and_keep(channel, doing, lambda: (work(), None), kind, consistency, to)[0]
 
 
 def run_on_all(channel: Channel, doing: str, work: Callable[[], _T], consistency: ConsistencyFacts | None = None) -> _T:
-    """Return this rank's result if the work succeeded on all ranks, as :func:`gather_and_keep`."""
+    """Return this rank's result if the work succeeded on all ranks, like :func:`gather_and_keep` without messages."""
     return _agree(channel, doing, lambda: (b"", work()), consistency)[1]
 
 
@@ -501,12 +487,12 @@ def _agree(
     report = _RankReport(escape_text(doing))
     try:
         payload, kept = work()
-    except Exception as error:  # The other ranks wait in the exchange below, so every error must be sent.
+    except Exception as error:  # The other ranks wait in the exchange below, so they must receive every error.
         failure, report.error = error, _wire_form(error, report.doing)
     if consistency is not None and channel.world_size > 1:
         try:
             report.digest = consistency.digest
-        except Exception as error:  # As above; an error of the work takes precedence.
+        except Exception as error:  # An error of the work takes precedence.
             failure, report.error = failure or error, report.error or _wire_form(error, report.doing)
     head = NO_HEAD if failure else xxhash.xxh3_64_digest(f"{report.doing}\0{marks.size}\0".encode() + report.digest)
     payloads = channel.gather(doing, b"" if failure else payload, head, to, NO_MARKS if failure else marks)
@@ -516,10 +502,10 @@ def _agree(
 
 
 def _disagreement(channel: Channel, report: _RankReport, consistency: ConsistencyFacts | None) -> FlexError:
-    """Return the error of ranks of which one has failed or does something else. Every rank must call."""
-    if len(report.error) > MOST_BYTES // (2 * channel.world_size):
+    """Return the error to raise if a rank has failed, or if ranks do different things. Every rank must call."""
+    if len(report.error) > MAX_TOTAL_BYTES // (2 * channel.world_size):
         what = from_wire(report.error).what
-        report.error = PeerError(what, next_step="Read the whole error in the log of that rank.").to_wire()
+        report.error = PeerError(what, next_step="Read the complete error in the log of that rank.").to_wire()
     gathered = channel.gather(report.doing, msgspec.msgpack.encode(report), _REPORT_HEAD)
     everyone = [_rank_reports.decode(payload) for payload in gathered or ()]
     if consistency is not None and all(one.digest for one in everyone) and len({one.digest for one in everyone}) > 1:
@@ -537,7 +523,7 @@ def _disagreement(channel: Channel, report: _RankReport, consistency: Consistenc
 
 
 def _wire_form(error: Exception, doing: str) -> str:
-    """Return an error as it is sent; one that is not ours becomes a ``PeerError``."""
+    """Return an error in wire form; errors of other packages become a ``PeerError``."""
     if not isinstance(error, FlexError):
         error = PeerError(
             f"{type(error).__name__} while {doing}: {error}", next_step="Read the traceback in the log of that rank."
@@ -550,7 +536,7 @@ def raise_failures(channel: Channel, errors: Sequence[str], cause: BaseException
 
     Args:
         channel: all ranks.
-        errors: by rank, its error in wire form; empty after success. Equal on all ranks.
+        errors: the errors by rank, in wire form; empty after success. Equal on all ranks.
         cause: this rank's own error.
     Raises:
         FlexError: the same on every rank.
@@ -561,7 +547,7 @@ def raise_failures(channel: Channel, errors: Sequence[str], cause: BaseException
 
 
 def _merge_errors(failed: dict[int, FlexError], world_size: int) -> FlexError:
-    """Return one error for all ranks, equal on all of them, that names the ranks that failed."""
+    """Return one error, equal on all ranks, that names the ranks that failed."""
     first = failed[min(failed)]
     if world_size == 1:
         return first
@@ -576,7 +562,6 @@ def _merge_errors(failed: dict[int, FlexError], world_size: int) -> FlexError:
         return _merge_path_errors(failed, world_size)
     steps = {error.next_step for error in failed.values()}
     if len(steps) == 1:
-        # The common next step is printed once.
         groups = {text.removesuffix(f"\n  next: {first.next_step}"): ranks for text, ranks in groups.items()}
     evidence = [f"{format_ranks(ranks)}: {text}" for text, ranks in groups.items()]
     kind = _common_kind(failed.values())
@@ -588,7 +573,7 @@ def _merge_errors(failed: dict[int, FlexError], world_size: int) -> FlexError:
 
 
 def _common_kind(errors: Iterable[FlexError]) -> type[FlexError]:
-    """Return the class of several errors: faults of a checkpoint remain a ``CheckpointError``."""
+    """Return the class for several errors: ``CheckpointError`` if all of them are faults of a checkpoint."""
     kinds = {type(error) for error in errors}
     if len(kinds) == 1:
         return kinds.pop()
@@ -596,15 +581,15 @@ def _common_kind(errors: Iterable[FlexError]) -> type[FlexError]:
 
 
 def _merge_path_errors(failed: dict[int, FlexError], world_size: int) -> FlexError:
-    """Return one error for ranks whose errors differ in their paths only."""
+    """Return one error for ranks whose errors differ only in their paths."""
     first = failed[min(failed)]
     kind, what, evidence, next_step = _without_path(first)
     places: dict[str, list[int]] = {}
     for rank, error in failed.items():
         places.setdefault(error.where, []).append(rank)
     lines = [f"{format_ranks(ranks)}: {where}" for where, ranks in places.items()]
-    if len(lines) > MOST_VALUES:
-        lines[MOST_VALUES - 1 :] = [f"{len(lines) - MOST_VALUES + 1} more paths on other ranks"]
+    if len(lines) > _MAX_VALUES:
+        lines[_MAX_VALUES - 1 :] = [f"{len(lines) - _MAX_VALUES + 1} more paths on other ranks"]
     who = "every rank" if len(failed) == world_size else format_ranks(failed)
     return kind(what[:1].upper() + what[1:], where=f"on {who}", evidence=[*evidence, *lines], next_step=next_step)
 
@@ -614,7 +599,7 @@ def _without_path(error: FlexError) -> tuple[type[FlexError], str, tuple[str, ..
     path = error.where.partition(", byte ")[0]
     if "/" not in path:
         return type(error), error.what, error.evidence, error.next_step
-    # Longer paths that begin with this one are kept.
+    # Do not replace longer paths that begin with this one.
     own_path = re.compile(re.escape(path) + r"(?![\w/-])")
     what, *evidence = (own_path.sub("each path below", text) for text in (error.what, *error.evidence))
     return type(error), what, tuple(evidence), error.next_step

@@ -1,12 +1,12 @@
-"""The ranks of a job: one object owns their channel, its liveness and the connection to the job's store.
+"""One object per job that owns the channel, its liveness and the connection to the job's store.
 
-Ranks pass a barrier before every exchange (:mod:`.liveness`), and a missing rank is named in an error that all others
-raise. A rank may still die during the exchange, a matter of milliseconds, and leave the others in a collective
-operation that Python cannot interrupt. During an exchange a thread therefore checks the time, and whether another rank
-has marked the job as lost. Then it prints the report that all ranks print, dumps the stack of every thread, and ends
-the process. The launcher then has a failed rank instead of a job that hangs.
+Ranks pass a barrier before every exchange (:mod:`.liveness`), so all ranks raise an error that names a missing rank. A
+rank may still die during the exchange, which takes milliseconds, and leave the others in a collective that Python
+cannot interrupt. A watchdog thread therefore runs during every exchange. If the exchange times out, or another rank has
+marked the job as lost, it prints the error, dumps the stack of every thread and ends the process. The launcher then
+sees a failed rank instead of a job that hangs.
 
-A :class:`Communicator` is used by the thread that trains; threads in the background never communicate.
+Only the training thread uses a :class:`Communicator`; background threads never communicate.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from paddleformers_fc.distributed.liveness import Liveness
 from paddleformers_fc.errors import FlexError, PeerError
 
 EXIT_CODE = 75
-"""The exit code of a process whose exchange has timed out; ``EX_TEMPFAIL``, because a restart may help."""
+"""Exit code of a process whose exchange has timed out: ``EX_TEMPFAIL``, because a restart may help."""
 
 DEFAULT_PATIENCE = 1800.0
-"""Seconds that a rank waits for the others if no option sets it."""
+"""Default seconds that a rank waits for the others."""
 
-_LOOK_SECONDS = 5.0
+_CHECK_SECONDS = 5.0
 _STDERR = 2
 
 
 class Communicator:
-    """A channel whose exchanges end: with their result, with an error on all ranks, or with the process.
+    """A channel whose exchanges never hang: they return, raise the same error on all ranks, or end the process.
 
     Args:
         channel: all ranks, at least two.
         patience: seconds that a rank waits for the others.
-        store: a connection to the store of the job, used by this object alone. Without one, a missing rank is not
-            named, and only the clock ends an exchange.
+        store: a connection to the job's store, used by this object alone. Without one, errors do not name the missing
+            rank, and only the timeout ends an exchange.
 
     Attributes:
         liveness: the barriers over that connection; None without one.
@@ -97,7 +97,7 @@ class Communicator:
 
     def _watch(self, done: threading.Event) -> None:
         end = time.monotonic() + self._patience
-        while not done.wait(min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))):
+        while not done.wait(min(_CHECK_SECONDS, max(0.0, end - time.monotonic()))):
             if time.monotonic() >= end:
                 _end_process(self._timeout_error())
             if self.liveness is not None and self.liveness.is_lost():
@@ -118,7 +118,7 @@ class Communicator:
 
 
 def _end_process(error: FlexError) -> None:
-    # A program may have closed or redirected its errors; the process ends in any case.
+    # The program may have closed or redirected stderr; the process must end in any case.
     try:
         for file in {sys.stderr, sys.__stderr__}:
             with contextlib.suppress(Exception):
@@ -130,13 +130,13 @@ def _end_process(error: FlexError) -> None:
 
 
 def job_communicator(patience: float = DEFAULT_PATIENCE) -> Channel:
-    """Return the job's communicator, which is opened once; a single process needs none.
+    """Return the job's communicator, which is opened once; a single process gets a plain channel.
 
     Args:
-        patience: timeout in seconds of a rank that waits for others.
+        patience: seconds that a rank waits for the others.
 
     Raises:
-        PeerError: the store of the job does not answer; on this rank only.
+        PeerError: on this rank only: the job's store does not answer.
     """
     channel = job_channel()
     return channel if channel.world_size == 1 else _open_communicator(patience, store_client.job_store_address())

@@ -1,9 +1,9 @@
-"""Compare on all ranks the facts that an operation depends on, before it changes anything.
+"""Check that all ranks agree on the facts that an operation depends on, before it changes anything.
 
-A rank with another software version, configuration, option or checkpoint would not fail. It would plan other reads or
-make another number of exchanges, and the job would hang or train on a mixture. The first exchange of every save and
-load therefore carries a digest of these facts, and a mismatch takes precedence over other errors. If digests differ,
-the facts are exchanged, and every rank raises the same table of differences.
+A rank with a different software version, configuration, option or checkpoint would not fail by itself: it would plan
+different reads or take part in a different number of exchanges, and the job would hang or train on a mixture. The
+first exchange of every save and load therefore carries a digest of these facts, and a mismatch takes precedence over
+other errors. If the digests differ, ranks exchange the facts, and all raise the same table of differences.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from paddleformers_fc.families.description import IS_FLEET, ModelDescription
 
 NOT_SET = "not set"
 _LONGEST = 200
-# The element type of a rank's first parameter, which differs between pipeline stages.
-_OF_ONE_RANK = frozenset({"dtype", "torch_dtype"})
+# The dtype of a rank's first parameter, which may differ between pipeline stages.
+_PER_RANK_KEYS = frozenset({"dtype", "torch_dtype"})
 _RANK_KEY_SUFFIX = "parallel_rank"
 
 
@@ -33,7 +33,7 @@ class ConsistencyCheck(msgspec.Struct, frozen=True, dict=True):
 
     Args:
         doing: description of the operation.
-        facts: values that JSON can encode, by subject.
+        facts: JSON-encodable values by subject.
     """
 
     doing: str
@@ -41,11 +41,11 @@ class ConsistencyCheck(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def digest(self) -> bytes:
-        """The digest of all facts."""
+        """Digest of all facts."""
         return xxhash.xxh3_128_digest(msgspec.json.encode(self._as_json, order="sorted"))
 
     def mismatch_error(self, channel: Channel) -> PeerError:
-        """Return the same error on every rank: subjects that differ, their values, and the ranks of each value."""
+        """Return the same error on every rank: the subjects that differ, with the ranks of each value."""
         everyone = all_gather_checked(
             channel, f"comparing what differs before {self.doing}", lambda: self._as_json, dict[str, str]
         )
@@ -66,7 +66,7 @@ def software_versions() -> dict[str, str]:
     """Return the versions of imported packages that a checkpoint depends on."""
     found = {"paddleformers_fc": __version__}
     if "paddle" in sys.modules:
-        from paddleformers_fc.upstream import LIBRARY  # It looks for the installed libraries.
+        from paddleformers_fc.upstream import LIBRARY  # Imported late, because it searches the installed libraries.
 
         imported = [name for name in ("paddle", LIBRARY) if name in sys.modules]
         found |= {name: str(sys.modules[name].__version__) for name in imported}
@@ -74,11 +74,11 @@ def software_versions() -> dict[str, str]:
 
 
 def comparable_config(model: ModelDescription) -> dict[str, object]:
-    """Return a model's class and configuration without the keys that may differ between ranks of one model."""
+    """Return a model's configuration without the keys that may differ between its ranks."""
     config = {
         key: value
         for key, value in model.config.items()
-        if key not in _OF_ONE_RANK and not key.endswith(_RANK_KEY_SUFFIX)
+        if key not in _PER_RANK_KEYS and not key.endswith(_RANK_KEY_SUFFIX)
     }
     rules = {} if model.rules is None else {"mapping": model.rules.digest}
     adapters = {} if model.adapters is None else {"lora": model.adapters.settings}
@@ -103,7 +103,7 @@ def _differences(everyone: list[dict[str, str]]) -> Iterator[str]:
 
 
 def _shortened(value: str) -> str:
-    """Return a long value as its beginning, length and digest."""
+    """Abbreviate a long value to its beginning, length and digest."""
     if len(value) <= _LONGEST:
         return value
     return (

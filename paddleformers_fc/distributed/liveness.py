@@ -1,21 +1,14 @@
 """Run a barrier with a timeout before every exchange, so that a dead rank is named and no rank waits for it forever.
 
-Python cannot interrupt a collective operation with a dead rank, so no rank enters one before all have arrived. The
-barrier is a counter in the store of the job. The rank that arrives last stores the outcome of the barrier, and the
-others wait for this key inside the server, which answers all of them at once. The first rank to time out stores another
-outcome, which aborts the operation on all ranks. Then every living rank reports that it is present, and all raise one
-error that names the missing ranks and the operation.
+Python cannot interrupt a collective with a dead rank, so no rank enters one before all have arrived. The barrier is a
+counter in the job's store. The last rank to arrive stores the outcome; the others wait for that key on the server. The
+first rank to time out stores an outcome that aborts the operation: every living rank reports itself as present, and all
+raise one error that names the missing ranks. If a rank arrives just as another times out, both claim the barrier, and
+only the first claim stores an outcome. A lost job stays lost: a high bit in the counter makes every later barrier fail,
+so that no save follows a partial load.
 
-The outcome of a barrier must be equal on all ranks, although a rank may arrive at the moment of another rank's timeout.
-Both therefore claim the barrier first, and only the first claim stores an outcome. A job that has lost a rank stays
-lost: a high bit in the counter of arrivals makes every later barrier raise the same error, so that no save follows a
-partial load.
-
-The counter of arrivals is cumulative and identifies the barrier, so a rank keeps no state. The store keeps two short
-keys per barrier.
-
-Cost of a barrier: three requests to the store per rank, 60 us each, for any number of ranks and any time of waiting. A
-tree of counters would spare no request, because every rank has to arrive and to be released.
+The counter is cumulative and identifies the barrier, so ranks keep no state; the store keeps two short keys per
+barrier. Cost: three requests of 60 us per rank, for any number of ranks. A tree of counters would save none of them.
 """
 
 from __future__ import annotations
@@ -30,10 +23,10 @@ from paddleformers_fc.distributed.store_client import StoreClient
 from paddleformers_fc.errors import FlexError, PeerError, from_wire
 
 MAX_FINAL_WAIT_SECONDS = 5.0
-"""Most seconds for the living ranks to report that they are present after a timeout."""
+"""Maximum seconds that living ranks have to report themselves as present after a timeout."""
 
 KEY_PREFIX = "flex"
-"""The prefix of the keys of a job's first channel."""
+"""Prefix of the store keys of a job's first channel."""
 
 _ARRIVALS = "arrivals"
 _CLAIMS = "claims"
@@ -54,10 +47,10 @@ class Liveness:
     """The barriers of one rank with the others.
 
     Args:
-        store: shared by all ranks. It is used by one thread at a time.
+        store: the job's store, used by one thread at a time.
         rank: this rank.
         world_size: number of ranks.
-        patience: seconds after which :meth:`wait_for_all` has returned or raised.
+        patience: seconds within which :meth:`wait_for_all` returns or raises.
         prefix: prefix of all keys in the store; equal on all ranks, and different for each channel of a job.
     """
 
@@ -79,18 +72,18 @@ class Liveness:
         Args:
             doing: description of the operation, for the error.
         Raises:
-            PeerError: the same on every living rank, with the ranks that did not arrive in time.
+            PeerError: the same on every living rank; names the ranks that did not arrive in time.
         """
         try:
             why = self._meet(doing)
-        except Exception as error:  # The class depends on the store.
+        except Exception as error:  # The exception class depends on the store.
             raise self._store_error() from error
         if why:
             raise self.lost_rank_error(f"{why} The job cannot continue.")
 
     @contextlib.contextmanager
     def guard(self, doing: str) -> Iterator[None]:
-        """Pass a barrier, then run the block, which is the exchange.
+        """Context manager around an exchange, entered through a barrier.
 
         Args:
             doing: description of the operation, for the error.
@@ -101,29 +94,29 @@ class Liveness:
         self.wait_for_all(doing)
         try:
             yield
-        except FlexError:  # Of all ranks.
+        except FlexError:  # All ranks raise it.
             raise
-        except Exception as error:  # The other ranks are still waiting in the collective.
+        except Exception as error:  # The other ranks still wait in the collective.
             self.abort()
             raise self.lost_rank_error(f"An exchange between the ranks broke off: {error}") from error
 
     def post(self, amounts: Mapping[str, int]) -> None:
-        """Add to counters in their order, without waiting. A failure may be raised by the next request.
+        """Add to counters, in order, without waiting for the store. A failure may surface in the next request.
 
         Raises:
-            PeerError: the store cannot be reached; on this rank only.
+            PeerError: on this rank only: the store cannot be reached.
         """
         try:
             with self._lock:
                 self._store.post({f"{self._prefix}/{key}": amount for key, amount in amounts.items()})
-        except Exception as error:  # The class depends on the store.
+        except Exception as error:  # The exception class depends on the store.
             raise self._store_error() from error
 
     def wait_for(self, key: str, is_complete: Callable[[int], bool]) -> int:
         """Return a counter once it is complete.
 
         Raises:
-            PeerError: the same on every living rank, with the ranks that are missing.
+            PeerError: the same on every living rank; names the missing ranks.
         """
         end, pause = time.monotonic() + self._patience, _FIRST_POLL_SECONDS
         while not is_complete(total := self._value(key)):
@@ -132,50 +125,50 @@ class Liveness:
                 raise self.lost_rank_error(
                     f"Not every rank has ended its step within flex_timeout: {self._configured:g} s."
                 )
-            time.sleep(pause)  # Longer each time: the wait is a quarter too long at most, and makes few requests.
+            time.sleep(pause)  # Growing pauses make few requests and lengthen the wait by a quarter at most.
             pause = min(pause * 1.25, _LONGEST_POLL_SECONDS)
         return total
 
     def _value(self, key: str) -> int:
         try:
             return self._add(key, 0)
-        except Exception as error:  # As above.
+        except Exception as error:  # The exception class depends on the store.
             raise self._store_error() from error
 
     def other(self, patience: float, name: str) -> Liveness:
-        """Return barriers with another timeout over the same connection, whose keys have a name of their own."""
+        """Return barriers over the same connection with a different timeout and a separate key prefix."""
         return Liveness(self._store, self._rank, self._size, patience, f"{self._prefix}/{name}")
 
     def is_lost(self) -> bool:
         """Return whether any rank has found the job lost."""
         try:
             return self._add(_ARRIVALS, 0) >= _LOST
-        except Exception:  # The store does not answer; the report contains it.
+        except Exception:  # The store does not answer; the error that follows says so.
             return True
 
     def abort(self) -> None:
-        """Mark the job as lost, although all ranks had arrived."""
+        """Mark the job as lost."""
         try:
             arrived = self._add(_ARRIVALS, _LOST) % _LOST
-            self._decide(arrived // self._size, "A rank is lost.")  # Some may wait in the next barrier.
-        except Exception:  # As above.
+            self._decide(arrived // self._size, "A rank is lost.")  # Ranks may already wait in the next barrier.
+        except Exception:  # The store does not answer; the error that follows says so.
             return
 
     def lost_rank_error(self, what: str) -> FlexError:
-        """Report this rank as living, and return the error that all living ranks raise.
+        """Report this rank as present, and return the error that all living ranks raise.
 
         Args:
-            what: the problem; the text of the first rank is used.
+            what: the problem; all ranks use the text of the first one to report.
         """
         try:
             return self._report(what)
-        except Exception as failure:  # The class depends on the store.
+        except Exception as failure:  # The exception class depends on the store.
             error = self._store_error()
             error.__cause__ = failure
             return error
 
     def _meet(self, doing: str) -> str:
-        """Return the reason of a failed barrier; empty once every rank has arrived."""
+        """Return why the barrier failed; empty once every rank has arrived."""
         word = self._add(_ARRIVALS, 1)
         if word >= _LOST:
             return "A rank is lost."
@@ -196,7 +189,7 @@ class Liveness:
         return self._get(outcome)
 
     def _decide(self, number: int, outcome: str) -> bool:
-        """Store the outcome of a barrier unless another rank does; the empty one lets all ranks pass."""
+        """Store the outcome of a barrier unless another rank does; an empty outcome lets all ranks pass."""
         is_first = self._add(f"{_CLAIMS}/{number}", 1) == 1
         if is_first:
             self._set(f"{_OUTCOME}/{number}", outcome)
@@ -215,7 +208,7 @@ class Liveness:
         if self._add(_READERS, 1) >= self._add(_PRESENT, 0):
             self._set(_READ, "")
         if self._rank == _SERVER:
-            # The store may end with this process before the others have read the report.
+            # The store ends with this process, and the others may not have read the report yet.
             self._wait(_READ, self._final_wait)
         return error
 

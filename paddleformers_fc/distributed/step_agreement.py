@@ -1,20 +1,14 @@
-"""Agree at step ends, on the thread that trains, without collectives and without a device.
+"""Let ranks agree at step ends, on the training thread, without collectives and without a device.
 
-At the end of one step every rank adds its state to a counter in the store of the job: that it has come, whether its
-part of a save is done, whether it has got a signal. At the next step end every rank reads the counter. It is complete
-then, because ranks exchange gradients in every step: a rank ends a step after all others have ended the one before.
-Only where launches run ahead of a device may the host of one rank be a step ahead of another. It waits for that one,
-while its device is busy. A complete counter does not change, so all ranks read the same sum, and act at the end of the
-same step. The end of an evaluation batch counts as a step end.
+At one step end every rank adds its state to a counter in the job's store: it has arrived, its part of a save is done,
+it has received a signal. At the next step end every rank reads the counter. It is complete by then, because ranks
+exchange gradients in every step; only a host whose kernel launches run ahead has to wait for another rank. A complete
+counter does not change, so all ranks read the same sum and act at the end of the same step.
 
-The ranks also have to begin agreements at the same step end. Their clocks differ, so rank 0 adds the number of step
-ends in five seconds, which all ranks read with the sum.
+Clocks differ, so rank 0 also adds how many step ends make five seconds, and all ranks begin the next agreement by that
+number. Three counters rotate: rank 0 clears the oldest in the message that begins an agreement.
 
-Three counters take turns. When an agreement is complete, every rank has read the counter before it. Rank 0 then clears
-that one with the same message that begins the next agreement, before any rank can add to it again.
-
-Cost: a rank waits for one answer of the store, to the request that reads. It does not wait for the answer to what it
-adds, which the next request discards. Without an address of the store, a rank reads with an all-gather.
+Cost: one answer of the store per agreement. Without the store's address, ranks use an all-gather.
 """
 
 from __future__ import annotations
@@ -31,32 +25,32 @@ from paddleformers_fc.distributed.liveness import Liveness
 from paddleformers_fc.errors import PeerError
 
 IDLE_SECONDS = 5.0
-"""Seconds between two agreements of which only a signal is the subject."""
+"""Seconds between two agreements that only check for signals."""
 
 PENDING_SECONDS = 1.0
-"""Seconds between two agreements while a save is under way."""
+"""Seconds between two agreements while a save is running."""
 
 ENDING_SECONDS = 20.0
-"""Seconds for the other ranks to end their loops when training has failed on this one."""
+"""Seconds that the other ranks have to end their loops after training failed on this rank."""
 
 _BITS = 17
-"""Bits of the number of ranks that have come, whose part is done, and that have got a signal; the pace follows."""
+"""Bits of each field: ranks that have arrived, that are done, that are signalled. The interval follows."""
 
 _RANKS = (1 << _BITS) - 1
-_MAX_PACE = (1 << 12) - 1
+_MAX_INTERVAL = (1 << 12) - 1
 _COUNTERS = 3
 _NUMBER_BYTES = 8
 
 _loops = itertools.count()
-"""Every training loop of a job has counters of its own; all ranks run the same loops."""
+"""Number of the next training loop. Every loop has its own counters, and all ranks run the same loops."""
 
 
 class Agreed(msgspec.Struct, frozen=True):
     """What all ranks know at the end of the same step.
 
     Args:
-        subject: what every rank has done; None if there is nothing, or if a rank has not done it.
-        is_signalled: whether any rank has got a signal.
+        subject: what every rank has done; None if there is nothing, or some rank has not done it.
+        is_signalled: whether any rank has received a signal.
     """
 
     subject: object
@@ -68,10 +62,10 @@ class StepAgreement:
 
     Args:
         channel: all ranks.
-        liveness: the connection to the store of the job; None without one.
+        liveness: the connection to the job's store; None without one.
 
     Attributes:
-        is_running: whether a loop runs.
+        is_running: whether a training loop is running.
     """
 
     def __init__(self, channel: Channel, liveness: Liveness | None) -> None:
@@ -83,7 +77,7 @@ class StepAgreement:
         """Context manager around a training loop. Every rank must enter."""
         self._prefix = f"steps-{next(_loops)}"
         self._number, self._ended, self._begun_at, self._begun = 0, 0, 0, time.monotonic()
-        self._pace, self._kind = 1, ""
+        self._interval, self._kind = 1, ""
         self._subject: object = None
         self._own: int | None = None
         self._totals = 0, 0
@@ -94,16 +88,16 @@ class StepAgreement:
             self.is_running = False
 
     def read(self) -> Agreed | None:
-        """Return what was agreed, at a step end; None if no agreement had begun. Every rank must call.
+        """Return at a step end what was agreed; None if no agreement had begun. Every rank must call.
 
         Raises:
-            PeerError: the same on every living rank: a rank has not come within the timeout.
+            PeerError: the same on every living rank: a rank did not arrive within the timeout.
         """
         self._ended += 1
         if self._own is None:
             return None
         total, size = self._total(self._own), self._channel.world_size
-        self._own, self._pace = None, total >> 3 * _BITS
+        self._own, self._interval = None, total >> 3 * _BITS
         is_done = total >> _BITS & _RANKS == size
         return Agreed(self._subject if is_done else None, total >> 2 * _BITS & _RANKS > 0)
 
@@ -111,29 +105,29 @@ class StepAgreement:
         """Begin an agreement if one is due, after :meth:`read`. Every rank must call.
 
         Args:
-            kind: of the step. The pace of another kind says nothing about this one.
-            subject: what the ranks do, which is compared by :meth:`read`'s caller; None if there is only a signal.
+            kind: the kind of step. The interval is measured again when the kind changes.
+            subject: what the ranks are doing; the caller of :meth:`read` compares it. None to check only for signals.
             is_done: whether this rank has done it.
-            is_signalled: whether this rank has got a signal.
+            is_signalled: whether this rank has received a signal.
         """
         is_new_kind, self._kind = kind != self._kind, kind
-        interval = self._pace if subject is None else -(-self._pace * PENDING_SECONDS // IDLE_SECONDS)
+        interval = self._interval if subject is None else -(-self._interval * PENDING_SECONDS // IDLE_SECONDS)
         if not is_new_kind and self._ended < self._begun_at + interval and self._channel.world_size > 1:
             return
         now, steps = time.monotonic(), self._ended - self._begun_at
-        pace = 1 if is_new_kind else int(min(max(IDLE_SECONDS * steps / (now - self._begun), 1), _MAX_PACE))
+        measured = min(max(IDLE_SECONDS * steps / (now - self._begun), 1), _MAX_INTERVAL) if not is_new_kind else 1
         self._begun_at, self._begun, self._subject = self._ended, now, subject
         self._number += 1
         self._own = 1 | is_done << _BITS | is_signalled << 2 * _BITS
         if self._channel.rank == 0:
-            self._own |= pace << 3 * _BITS
+            self._own |= int(measured) << 3 * _BITS
         if self._liveness is not None:
             old = self._totals[0] if self._channel.rank == 0 else 0
             cleared = {self._key(self._number - 2): -old} if old else {}
             self._liveness.post({**cleared, self._key(self._number): self._own})
 
     def all_end(self) -> bool:
-        """Return whether all ranks end their loops now, as after an error that all of them raise."""
+        """Return whether all ranks end their loops now, for example after an error that all of them raise."""
         if self._liveness is None:
             return self._channel.world_size == 1
         try:

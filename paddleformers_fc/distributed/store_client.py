@@ -1,8 +1,8 @@
-"""A client of the job's TCP store with a bound on every wait.
+"""A client of the job's TCP store with a timeout on every wait.
 
-Paddle's own client waits without a bound for every answer. It hangs if another service listens at the address, and
-after a power failure of the node that serves the store. :class:`StoreClient` implements the same protocol over a
-connection of its own. The agreement of ranks before each exchange uses it on every device.
+Paddle's own client waits for answers without a timeout. It hangs if another service listens at the address, or after a
+power failure of the node that serves the store. :class:`StoreClient` implements the same protocol over a separate
+connection.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from ..errors import PeerError
 
 _POLL_SECONDS = 0.02
 OPENING_SECONDS = 60.0
-"""Seconds that opening a connection to a store may take."""
+"""Maximum seconds to open a connection to a store."""
 
 _ADD, _GET, _SET, _WAIT = 0, 1, 3, 4
-"""The commands of Paddle's store that are used here."""
+"""Commands of Paddle's store."""
 
 _PREFIX = "/"
-"""Paddle's client puts it in front of every key."""
+"""Paddle's client adds it to every key."""
 
 _COMMAND, _LENGTH, _NUMBER = struct.Struct("=i"), struct.Struct("=Q"), struct.Struct("=q")
 _REQUEST = struct.Struct("=iQ")
-"""The head of a request: the command, and the length of the key that follows."""
+"""Head of a request: the command, and the length of the key that follows."""
 
 _PROBE_KEY = "flex/probe"
 _LONGEST_PART = 1 << 16
 _PROBE_SECONDS = 60
 _MAX_LOST_PROBES = 30
-"""Lost probes after which a connection counts as broken: half an hour without a network."""
+"""Lost probes after which a connection counts as broken: half an hour without network."""
 
 
 def job_store_address() -> tuple[str, int] | None:
-    """Return the address of the job's store, which rank 0 serves; None if the environment does not contain it.
+    """Return the address of the job's store, which rank 0 serves; None if the environment does not name it.
 
     Paddle reads ``PADDLE_MASTER``, then the first of ``PADDLE_TRAINER_ENDPOINTS``. ``MASTER_ADDR`` and ``MASTER_PORT``
     are not the store: the launcher's rendezvous listens there.
@@ -51,7 +51,7 @@ def job_store_address() -> tuple[str, int] | None:
 
 
 def hosts_of_ranks() -> tuple[str, ...]:
-    """Return the host of each rank, by rank, as the launcher has named them; none if it has not."""
+    """Return the host of each rank from the launcher's environment; empty if it is not set."""
     endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "")
     return tuple(endpoint.rpartition(":")[0] for endpoint in endpoints.split(",")) if endpoints else ()
 
@@ -62,12 +62,12 @@ def on_several_nodes() -> bool:
 
 
 class StoreClient:
-    """A connection to Paddle's TCP store with a bound on every wait. One thread at a time may use it.
+    """A connection to Paddle's TCP store with a timeout on every wait. One thread at a time may use it.
 
     Args:
         address: host and port of the store.
-        opening: seconds that the connection and the first answer may take.
-        timeout: seconds that every later answer may take.
+        opening: maximum seconds for the connection and the first answer.
+        timeout: maximum seconds for every later answer.
 
     Raises:
         PeerError: no connection, or no answer in the store's protocol. The error names the address.
@@ -80,7 +80,7 @@ class StoreClient:
         self._open()
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0, and return its new value.
+        """Add to a counter, which starts at 0, and return its new value.
 
         Raises:
             OSError: no answer in time; the connection cannot be used again.
@@ -89,10 +89,10 @@ class StoreClient:
         return int(_NUMBER.unpack(self._receive(_NUMBER.size))[0])
 
     def post(self, amounts: Mapping[str, int]) -> None:
-        """Add to counters in their order, without waiting for the new values, which the next request discards.
+        """Add to counters, in order, without waiting for the new values, which the next request discards.
 
         Raises:
-            OSError: the connection is broken; it may also be the next request that finds out.
+            OSError: the connection is broken; this may also surface in the next request.
         """
         self._send_bytes(b"".join(_request(_ADD, key, _NUMBER.pack(amount)) for key, amount in amounts.items()))
         self._discarded += _NUMBER.size * len(amounts)
@@ -103,7 +103,7 @@ class StoreClient:
         self._send(_SET, key, _LENGTH.pack(len(data)) + data)
 
     def get(self, key: str) -> bytes:
-        """Return a text that has been stored.
+        """Return a stored text.
 
         Raises:
             OSError: no answer in time; the connection cannot be used again.
@@ -113,18 +113,18 @@ class StoreClient:
         return bytes(self._receive(size))
 
     def wait(self, key: str, seconds: float) -> bool:
-        """Wait until a key is stored, and return whether it was in time.
+        """Wait until a key is stored, and return whether it was stored in time.
 
-        The server answers when the key is stored, without further requests.
+        The server answers as soon as the key is stored, so no polling is needed.
 
         Raises:
             OSError: the connection was closed.
-            PeerError: the store cannot be reached any more after the time has passed.
+            PeerError: the store can no longer be reached after the timeout.
         """
         self._send(_WAIT, key, b"")
-        self._receive(0)  # What is readable then is the answer to this request.
+        self._receive(0)  # Discards earlier replies, so that the next readable byte answers this request.
         if not _is_readable(self._socket, seconds):
-            self._socket.close()  # The late answer must not be read as that of another request.
+            self._socket.close()  # A late answer must not be read as the answer to the next request.
             self._open()
             return False
         self._receive(_COMMAND.size)
@@ -170,7 +170,7 @@ class StoreClient:
         try:
             self._socket.sendall(requests)
         except OSError:
-            self._socket.close()  # The next bytes may belong to an earlier question.
+            self._socket.close()  # The next bytes may belong to an earlier request.
             raise
 
     def _receive(self, size: int) -> bytearray:
@@ -183,7 +183,7 @@ class StoreClient:
                     raise ConnectionResetError("the connection was closed")
                 received += part
         except OSError:
-            self._socket.close()  # As above.
+            self._socket.close()  # The next bytes may belong to an earlier request.
             raise
         self._discarded = 0
         return received[discarded:]
@@ -195,14 +195,13 @@ def _request(command: int, key: str, rest: bytes) -> bytes:
 
 
 def _is_readable(connection: socket.socket, seconds: float) -> bool:
-    """Return whether bytes arrive in time."""
-    poll = select.poll()  # Also for descriptors beyond 1,023.
+    poll = select.poll()  # select.select does not support descriptors above 1,023.
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Send probes between saves: firewalls drop connections that are idle for minutes."""
+    """Enable keep-alive probes, because firewalls drop connections that are idle between saves."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS)

@@ -51,7 +51,7 @@ import numpy as np
 import xxhash
 from msgspec import structs
 
-from paddleformers_fc.distributed.channel import MOST_BYTES, format_ranks, group_by_value
+from paddleformers_fc.distributed.channel import MAX_TOTAL_BYTES, format_ranks, group_by_value
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.memory import HostPieces, HostTensors
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
@@ -414,7 +414,7 @@ def digests_by_name(own: ReplicaDigests, groups: Iterable[int], ranks: int) -> d
         ranks: how many ranks send digests.
     """
     held = [own[group] for group in groups if group in own]
-    most = max(1, MOST_BYTES // (_NAME_BYTES * ranks * max(1, len(held))))
+    most = max(1, MAX_TOTAL_BYTES // (_NAME_BYTES * ranks * max(1, len(held))))
     return {name: digests[name] for digests in held for name in sorted(digests)[:most]}
 
 

@@ -16,7 +16,7 @@ import pytest
 from paddleformers_fc.distributed import channel as channels
 from paddleformers_fc.distributed.channel import (
     ALONE,
-    MOST_BYTES,
+    MAX_TOTAL_BYTES,
     Bytes,
     Channel,
     all_gather_checked,
@@ -219,20 +219,20 @@ def test_ranks_with_equal_messages_send_them_once(messages: list[str], sent: lis
 def test_messages_that_do_not_fit_into_memory_are_refused_with_their_sizes() -> None:
     channel = started()
     with pytest.raises(PeerError, match="describing shards") as caught:
-        all_gather_checked(channel, "describing shards", lambda: bytes([channel.rank]) * (MOST_BYTES + 1), bytes)
-    assert caught.value.evidence == ("rank 0 has the longest, of 50,331,654 bytes; all have 100,663,308",)
+        all_gather_checked(channel, "describing shards", lambda: bytes([channel.rank]) * (MAX_TOTAL_BYTES + 1), bytes)
+    assert caught.value.evidence == ("rank 0 sends the longest, 50,331,654 bytes; all send 100,663,308 bytes",)
     assert channel.gather("a test", b"") == [b"", b""]
 
 
 def test_one_message_for_all_may_be_longer_than_those_of_all_ranks_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MOST_BYTES", 100)
-    monkeypatch.setattr(channels, "MOST_OF_ONE", 1000)
+    monkeypatch.setattr(channels, "MAX_TOTAL_BYTES", 100)
+    monkeypatch.setattr(channels, "MAX_MESSAGE_BYTES", 1000)
 
     def work(channel: ThreadChannel) -> tuple[int, bool]:
         arrived = broadcast(channel, "reading the metadata", lambda: bytes(900), bytes)
-        with pytest.raises(PeerError, match=r"reading a log have .* that has more than 1,000"):
+        with pytest.raises(PeerError, match=r"reading a log are too large: the longest exceeds 1,000 bytes"):
             broadcast(channel, "reading a log", lambda: bytes(1000), bytes)
-        with pytest.raises(PeerError, match="describing shards have more than 100 bytes"):
+        with pytest.raises(PeerError, match="describing shards are too large.* all others exceed 100 bytes"):
             all_gather_checked(channel, "describing shards", lambda: bytes([channel.rank] * 120), bytes)
         return len(arrived), any(arrived)
 

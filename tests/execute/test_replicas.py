@@ -98,7 +98,7 @@ def test_a_save_that_is_to_refuse_saves_nothing_and_raises_the_same_error_on_eve
 def test_differences_that_do_not_fit_into_a_message_are_not_taken_for_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    monkeypatch.setattr(replicas, "MOST_BYTES", 1)
+    monkeypatch.setattr(replicas, "MAX_TOTAL_BYTES", 1)
     for outcome in save(tmp_path / "checkpoint-3", 4, 2, way, {1: [NORM]}):
         assert "tensors of a part of the model" in str(outcome)
         assert isinstance(outcome, MismatchError) == (way == "refuse")
