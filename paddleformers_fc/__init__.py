@@ -1,7 +1,7 @@
 """Flex checkpoints for PaddleFormers' Trainer: save once, resume under any parallel layout, export anywhere.
 
-The names below are those that a training script needs. They are imported when they are first used, so that ``import
-paddleformers_fc`` costs nothing and works on a machine without Paddle.
+This module has the names that training scripts need. Each is imported on first use, so that ``import paddleformers_fc``
+is fast and works without Paddle.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOME = {
 }
 
 _PACKAGES = ("cpu_runtime", "trainer")
-"""Packages that a script may name after ``import paddleformers_fc`` alone."""
+"""Packages that are available after ``import paddleformers_fc`` alone."""
 
 __all__ = [
     "Checkpoint",
@@ -60,6 +60,6 @@ def __getattr__(name: str) -> Any:
         from paddleformers_fc import upstream
         from paddleformers_fc.upstream.hooks import LOOP, TRAINERS
 
-        # Before the modules that import the names of the table, so that one error lists all that are missing.
+        # This comes first, so that one error lists every missing name; a module's own imports would stop at one.
         upstream.require(LOOP if home == _LOOP else TRAINERS[upstream.FORMERS])
     return getattr(importlib.import_module(home), name)

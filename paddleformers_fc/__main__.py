@@ -1,4 +1,4 @@
-"""The program: ``paddleformers-fc`` and ``python -m paddleformers_fc``, and Ctrl-C during its imports."""
+"""Entry point of ``paddleformers-fc`` and ``python -m paddleformers_fc``; handles Ctrl-C during imports."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ def _exit(signum: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     """Run the command line of this process and return its exit code."""
-    # No output is buffered and no file is written yet; some imports turn KeyboardInterrupt into other errors.
+    # Some imports turn KeyboardInterrupt into other errors. A hard exit is safe: nothing is written or buffered yet.
     replaced = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if replaced:
         signal.signal(signal.SIGINT, _exit)

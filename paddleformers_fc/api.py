@@ -1,8 +1,7 @@
-"""The Python API: open a checkpoint of any format, look at it, check, compare, plan and export it.
+"""The Python API: open a checkpoint of any format, then inspect, verify, compare, plan or export it.
 
-``paddleformers_fc.open`` returns a :class:`Checkpoint`; each method is a few lines over the packages below, and the
-commands of ``paddleformers-fc`` do the same.
-It needs neither Paddle nor an accelerator. ``save`` and ``load`` are in :mod:`paddleformers_fc.trainer.loop`.
+``paddleformers_fc.open`` returns a :class:`Checkpoint`, whose methods do what the commands of ``paddleformers-fc`` do.
+Neither Paddle nor an accelerator is needed. ``save`` and ``load`` are in :mod:`paddleformers_fc.trainer.loop`.
 """
 
 from __future__ import annotations
@@ -70,13 +69,14 @@ class Metadata:
 
     Args:
         path: the directory or URL.
-        format: ``flex_checkpoint``, ``huggingface`` (open weights), ``paddle`` (FlexCheckpoint), or the name of another
-            format that is read.
-        job: the job that saved it: step, samples, ranks, parallel degrees, family; None for formats without a record.
+        format: ``flex_checkpoint``, ``huggingface`` (open weights), ``paddle`` (FlexCheckpoint), or another readable
+            format.
+        job: the job that saved it: step, samples, ranks, parallel degrees, family; None if the format does not record
+            it.
         config: the model's ``config.json``; empty if there is none.
         roles: number of tensors, elements and bytes by role; ``roles["model_state"].elements`` counts the parameters.
         files: number of files.
-        bytes: their sizes together.
+        bytes: total size of the files.
     """
 
     path: str
@@ -93,9 +93,9 @@ class TensorInfo:
     """One canonical tensor.
 
     Args:
-        name: canonical name; a state has the suffix of its kind, such as ``.moment1_0``.
+        name: canonical name; optimizer states have a suffix such as ``.moment1_0``.
         shape: global shape.
-        dtype: element type by its numpy name; ``bfloat16`` and ``float8`` types are those of ``ml_dtypes``.
+        dtype: numpy name of the element type; ``bfloat16`` and ``float8`` types come from ``ml_dtypes``.
         role: ``model_state``, ``master_weight``, ``optimizer_state`` or ``ema_state``.
     """
 
@@ -108,8 +108,8 @@ class TensorInfo:
 class Checkpoint:
     """An opened checkpoint; :func:`open` returns it.
 
-    Tensors have canonical names, those of the model's Hugging Face files, under every format and parallel layout. The
-    states of an optimizer have the name of their parameter and a suffix.
+    Tensors have canonical names, as in the model's Hugging Face files, for every format and parallel layout. An
+    optimizer state has the name of its parameter and a suffix.
 
     Example:
         >>> import paddleformers_fc
@@ -139,7 +139,7 @@ class Checkpoint:
 
     @property
     def metadata(self) -> Metadata:
-        """The content of the checkpoint, from its manifest and headers.
+        """A summary of the checkpoint, from its manifest and file headers.
 
         Example:
             >>> paddleformers_fc.open("out/checkpoint-3").metadata.roles["model_state"].elements
@@ -161,7 +161,7 @@ class Checkpoint:
         """List the canonical tensors of every role, in natural order.
 
         Raises:
-            MappingError: the mapping of the checkpoint cannot be proved.
+            MappingError: the checkpoint's mapping cannot be proved.
 
         Example:
             >>> [one.name for one in checkpoint.tensors() if one.role == "model_state"][:1]
@@ -174,19 +174,19 @@ class Checkpoint:
         ]
 
     def read(self, name: str, box: Sequence[slice] | None = None, role: str | None = None) -> np.ndarray[Any, Any]:
-        """Read a canonical tensor, or a box of it; only the byte ranges of the box are read.
+        """Read a canonical tensor, or a box of it. Only the byte ranges of the box are read.
 
-        The first call proves the mapping of the checkpoint; later calls take the same time for any number of tensors.
-        Checksums of tensors are not compared: :meth:`verify` does that for the whole checkpoint.
+        The first call proves the checkpoint's mapping. The time of later calls does not depend on the number of
+        tensors. Checksums are not compared; call :meth:`verify` for that.
 
         Args:
             name: canonical name, as :meth:`tensors` lists it.
-            box: one slice per axis, without steps, with bounds as in numpy; None for the whole tensor.
-            role: the role; None for the one role that contains the name.
+            box: one slice per axis, without steps, with bounds as in numpy; None for all of the tensor.
+            role: the role; None if only one role contains the name.
         Returns:
             a new array of the tensor's dtype and the shape of the box.
         Raises:
-            OptionError: the name is unknown, or the box is not one of its shape.
+            OptionError: the name is unknown, or the box is not valid for its shape.
             CheckpointError: a file is missing, truncated or replaced.
 
         Example:
@@ -207,19 +207,19 @@ class Checkpoint:
         part = whole(tensor.global_shape) if box is None else parse_box(name, tensor.global_shape, box)
         if not part.volume:
             return np.empty(part.shape, to_numpy(to_safetensors(tensor.dtype)))
-        wanted = Shard(name, tensor.dtype, tensor.global_shape, part)
-        (array,) = read_canonical(self._source, {roles[0]: {name: wanted}}).values()
+        target = Shard(name, tensor.dtype, tensor.global_shape, part)
+        (array,) = read_canonical(self._source, {roles[0]: {name: target}}).values()
         return array.reshape(part.shape)
 
     def verify(self, level: str = "full") -> Verification:
         """Check files, checksums, headers, the mapping, and tied tensors.
 
         Args:
-            level: ``off`` reads manifest and headers, ``size`` looks at the files as well, ``full`` reads every byte.
+            level: ``off`` reads the manifest and headers; ``size`` also checks file sizes; ``full`` reads every byte.
         Returns:
-            the checks that were made.
+            the completed checks.
         Raises:
-            FlexError: with the faults of all checks that were made.
+            FlexError: a check failed; the error lists all faults.
 
         Example:
             >>> paddleformers_fc.open("out/checkpoint-3").verify().passed
@@ -236,9 +236,9 @@ class Checkpoint:
 
         Args:
             other: the other checkpoint.
-            role: the only role to compare; None for all that both formats can contain.
+            role: the only role to compare; None for all roles that both formats support.
         Raises:
-            OptionError: the role is unknown, or one of the formats cannot contain it.
+            OptionError: the role is unknown, or one of the formats does not support it.
 
         Example:
             >>> checkpoint.diff(paddleformers_fc.open("hf")).equal
@@ -248,15 +248,15 @@ class Checkpoint:
         return compare_checkpoints(self._opened, other._opened, role)
 
     def plan(self, layout: str, dtype: str | None = None, aoa_config: Mapping[str, object] | None = None) -> GridPlan:
-        """Plan a load under a parallel layout for every rank, without any of them.
+        """Plan a load under a parallel layout for every rank, without starting any rank.
 
         Args:
             layout: degrees by axis, such as ``tp=2,pp=2,dp=4``.
-            dtype: the target model's dtype; by default the stored one.
-            aoa_config: statements from stored names to the model's, as in a resume of a flex checkpoint.
+            dtype: the target model's dtype; the stored one by default.
+            aoa_config: statements that map stored names to the model's, as when a flex checkpoint is resumed.
         Raises:
-            OptionError: the model cannot have the layout.
-            MismatchError: the stored tensors do not fit the model of the configuration.
+            OptionError: the layout is not valid for the model.
+            MismatchError: the stored tensors do not match the configuration's model.
 
         Example:
             >>> paddleformers_fc.open("out/checkpoint-3").plan("tp=2,pp=2").world_size
@@ -266,7 +266,7 @@ class Checkpoint:
         return plan_load(self._opened, layout, dtype, aoa_config).plan()
 
     def explain(self, name: str) -> Explanation:
-        """Explain a tensor: all stored boxes that it is read from or that read it, and the rules between them.
+        """Trace a tensor to its files and byte offsets, in either direction, with the rules in between.
 
         Args:
             name: canonical or stored name.
@@ -283,12 +283,12 @@ class Checkpoint:
     def plan_flows(
         self, layout: str, dtype: str | None = None, aoa_config: Mapping[str, object] | None = None
     ) -> PlanFlows:
-        """Plan a load as :meth:`plan` does, with the bytes that every rank reads from every writer.
+        """Plan a load as :meth:`plan` does, and count the bytes that each rank reads from each writer.
 
         Args:
             layout: degrees by axis, such as ``tp=2,pp=2,dp=4``.
-            dtype: the target model's dtype; by default the stored one.
-            aoa_config: statements from stored names to the model's.
+            dtype: the target model's dtype; the stored one by default.
+            aoa_config: statements that map stored names to the model's.
         Raises:
             FlexError: as :meth:`plan`.
 
@@ -316,21 +316,21 @@ class Checkpoint:
         """Write the weights, or their moving average, as Hugging Face files.
 
         Args:
-            directory: the target: a path or a URL of a store such as ``s3://bucket/hf``; other files in it are kept.
-            max_shard_bytes: bound on the tensors of one file, in bytes.
-            verify: ``full`` compares the checksum of every byte of the checkpoint first.
+            directory: the target: a path, or a URL such as ``s3://bucket/hf``; other files in it are kept.
+            max_shard_bytes: maximum size of the tensors in one file, in bytes.
+            verify: ``full`` first verifies all checksums of the checkpoint.
             replace: replace a model in the target.
-            tied: the copy of a tensor that is exported where copies differ: of the ``first`` or ``last`` stage or rank.
-            format: ``huggingface``, ``peft`` or ``paddleformers-lora``; by default PEFT's for a checkpoint of adapters.
-            base: open weights into which the adapters are merged; the export is then a whole model.
-            accept_base: whether ``base`` may be other files than those that the adapters were trained on.
+            tied: which copy of a tied tensor to export if copies differ: from the ``first`` or ``last`` stage or rank.
+            format: ``huggingface``, ``peft`` or ``paddleformers-lora``; for adapters the default is ``peft``.
+            base: open weights to merge the adapters into; the export is then a complete model.
+            accept_base: allow a ``base`` that differs from the files that the adapters were trained on.
             role: ``model_state``, or ``ema_state`` for the moving average, in the dtypes of the weights. Tensors
-                without an average are those of ``model_state``.
-            dtype: ``float32`` or ``bfloat16``; by default that of the weights. To float32, master weights are read
+                without an average come from ``model_state``.
+            dtype: ``float32`` or ``bfloat16``; the dtype of the weights by default. ``float32`` exports master weights
                 where they are stored.
         Raises:
             OptionError: the target contains a model or is inside a checkpoint, or there is no moving average.
-            CheckpointError: the checkpoint is damaged, or is open weights already.
+            CheckpointError: the checkpoint is damaged, or already contains open weights.
 
         Example:
             >>> paddleformers_fc.open("out/checkpoint-3").export("hf").tensors
@@ -371,16 +371,16 @@ class Checkpoint:
     ) -> ExportReport:
         """Write the checkpoint in another format. The source is not changed.
 
-        Optimizer states and the state of the Trainer are written as far as both formats have them.
+        Optimizer states and the Trainer's state are written if both formats support them.
 
         Args:
-            directory: the target: a path or a URL of a store; that of a flex checkpoint must be empty or new.
-            format: ``flex``, from which training resumes, ``hf``, the weights as Hugging Face files, or ``distcp``,
+            directory: the target: a path or a URL; for a flex checkpoint it must be empty or new.
+            format: ``flex``, from which training resumes; ``hf``, the weights as Hugging Face files; or ``distcp``,
                 from which PaddleFormers resumes without this package.
-            config: a directory with the model's ``config.json``, for checkpoints that lack one.
-            max_shard_bytes: bound on the tensors of one file, in bytes.
-            verify: ``full`` compares all checksums that the source records first.
-            replace: replace a model in the target; for ``hf`` alone.
+            config: a directory with the model's ``config.json``, for checkpoints that lack it.
+            max_shard_bytes: maximum size of the tensors in one file, in bytes.
+            verify: ``full`` first verifies all checksums that the source records.
+            replace: replace a model in the target; only for ``hf``.
             tied: as for :meth:`export`.
         Raises:
             OptionError: the format is unknown, or the target is not empty or inside the source.
@@ -420,15 +420,15 @@ def open(
 
     Args:
         path_or_url: a directory, or a URL such as ``s3://bucket/run/checkpoint-3``.
-        verify: the comparison before the first read: ``off``, ``size`` (sizes, checksums of small files) or ``full``
-            (every byte).
-        roles: the roles of a flex checkpoint to open, ``model_state`` among them; None for all. Under
-            ``off``, files of others need not exist.
-        config: a directory with the model's ``config.json``, for checkpoints of other formats that lack one.
+        verify: how thoroughly to check files first: ``off``, ``size`` (sizes, and checksums of metadata files) or
+            ``full`` (every byte).
+        roles: the roles of a flex checkpoint to open, including ``model_state``; None for all. Under ``off``, files of
+            other roles need not exist.
+        config: a directory with the model's ``config.json``, for checkpoints of other formats that lack it.
     Raises:
         OptionError: a role is unknown, or ``model_state`` is not among the roles.
         NotACheckpoint: no format recognises the directory.
-        CheckpointError: it is damaged or malformed.
+        CheckpointError: the checkpoint is damaged or malformed.
 
     Example:
         >>> paddleformers_fc.open("out/checkpoint-3")
@@ -442,7 +442,7 @@ def open(
 
 
 def _base_of(adapters: OpenedCheckpoint, base: Location, verify: str, accept: bool) -> OpenedCheckpoint:
-    """Return the opened base of a checkpoint of adapters."""
+    """Open the base of a checkpoint of adapters, after checking that it is the base they were trained on."""
     opened = open_huggingface(parse_named(base), verify)
     if not accept:
         check_same_base(require_adapters(adapters), opened.catalog.root, opened.files)
@@ -450,14 +450,14 @@ def _base_of(adapters: OpenedCheckpoint, base: Location, verify: str, accept: bo
 
 
 def _require_planning(layout: str, aoa_config: Mapping[str, object] | None) -> None:
-    """Check the arguments that both plans have in common."""
+    """Check the arguments that :meth:`Checkpoint.plan` and :meth:`Checkpoint.plan_flows` share."""
     require(TEXT, layout=layout)
     if aoa_config is not None:
         read_config(aoa_config)
 
 
 def _require_writing(directory: Location, max_shard_bytes: int, verify: str, replace: bool, tied: str) -> None:
-    """Check the arguments that an export and a conversion have in common."""
+    """Check the arguments that :meth:`Checkpoint.export` and :meth:`Checkpoint.convert` share."""
     require(DIRECTORY, directory=directory)
     require(COUNT, max_shard_bytes=max_shard_bytes)
     require(FLAG, replace=replace)

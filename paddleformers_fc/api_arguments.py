@@ -1,7 +1,7 @@
-"""Checks of the arguments of the Python API: an invalid one is an :class:`OptionError`, not a traceback.
+"""Argument checks of the Python API: an invalid argument raises :class:`OptionError` instead of failing later.
 
-:func:`require` compares arguments with a :class:`Kind`. Values that a function looks up in a table, such as names of
-formats, are refused by that function.
+:func:`require` compares arguments with a :class:`Kind`. Functions that look a value up in a table, such as the name of
+a format, check it themselves.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Kind(msgspec.Struct, frozen=True):
     """The valid values of an argument.
 
     Args:
-        wanted: the end of a sentence that begins with "Give".
-        holds: whether a value is valid.
+        expected: the end of a sentence that begins with "Give".
+        accepts: whether a value is valid.
     """
 
-    wanted: str
-    holds: Callable[[object], bool]
+    expected: str
+    accepts: Callable[[object], bool]
 
 
-def _whole(value: object, least: int, most: float = math.inf) -> bool:
+def _is_int(value: object, least: int, most: float = math.inf) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
@@ -41,7 +41,7 @@ def _is_names(value: object) -> bool:
 
 
 def _is_degrees(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(key, str) and _whole(one, 1) for key, one in value.items())
+    return isinstance(value, Mapping) and all(isinstance(key, str) and _is_int(one, 1) for key, one in value.items())
 
 
 TEXT = Kind("a text", lambda value: isinstance(value, str))
@@ -50,46 +50,46 @@ DIRECTORY = Kind(
     lambda value: isinstance(value, (str, PathLike, RemotePath)),
 )
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
-COUNT = Kind("a whole number of 1 or more", lambda value: _whole(value, 1))
+COUNT = Kind("a whole number of 1 or more", lambda value: _is_int(value, 1))
 MOST_THREADS = 256
-THREADS = Kind(f"a whole number from 1 to {MOST_THREADS}", lambda value: _whole(value, 1, MOST_THREADS))
+THREADS = Kind(f"a whole number from 1 to {MOST_THREADS}", lambda value: _is_int(value, 1, MOST_THREADS))
 COUNT_OR_ZERO = Kind("an int of at least 0 and below 2**53", lambda value: type(value) is int and 0 <= value < 1 << 53)
-"""Of a number that is stored, so that every reader of JSON has it exactly."""
+"""For stored numbers: every JSON reader represents these exactly."""
 NAMES = Kind("a list of texts", _is_names)
 DEGREES = Kind('the degree of each axis, such as {"tp": 2, "pp": 1}', _is_degrees)
 
 
 def one_of(values: Collection[str]) -> Kind:
-    """Return the kind of an argument that is one of some texts."""
+    """Return the kind of an argument that is one of these texts."""
     return Kind(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
 
 
-def instance_of(kind: type | tuple[type, ...], wanted: str) -> Kind:
-    """Return the kind of an argument that is an object of a class."""
-    return Kind(wanted, lambda value: isinstance(value, kind))
+def instance_of(kind: type | tuple[type, ...], expected: str) -> Kind:
+    """Return the kind of an argument that is an instance of a class."""
+    return Kind(expected, lambda value: isinstance(value, kind))
 
 
 def require(kind: Kind, **arguments: object) -> None:
-    """Refuse invalid arguments.
+    """Check that arguments are of a kind.
 
     Args:
-        kind: the kind of all of them.
-        arguments: by name.
+        kind: the kind of every argument.
+        arguments: values by argument name.
     Raises:
-        OptionError: the first one that is invalid.
+        OptionError: for the first invalid argument.
     """
     for name, value in arguments.items():
-        if not kind.holds(value):
+        if not kind.accepts(value):
             raise OptionError(
                 f"Invalid argument: {name}={reprlib.repr(value)}.",
                 where=name,
                 evidence=[f"its type is {type(value).__name__}"],
-                next_step=f"Give {kind.wanted}.",
+                next_step=f"Give {kind.expected}.",
             )
 
 
 def require_or_none(kind: Kind, **arguments: object) -> None:
-    """As :func:`require`, for arguments that may be None."""
+    """Check arguments as :func:`require` does, except those that are None."""
     require(kind, **{name: value for name, value in arguments.items() if value is not None})
 
 
@@ -97,11 +97,11 @@ def parse_box(name: str, shape: Sequence[int], box: Sequence[slice]) -> Box:
     """Return the box that slices select. Open, negative and large bounds mean the same as in numpy.
 
     Args:
-        name: of the tensor.
-        shape: of the whole tensor.
+        name: name of the tensor.
+        shape: global shape of the tensor.
         box: one slice per axis.
     Raises:
-        OptionError: there is not one slice without a step per axis.
+        OptionError: ``box`` does not have one slice per axis, or a slice has a step.
     """
     fault = _fault(box, len(shape))
     if fault:

@@ -1,4 +1,4 @@
-"""The tree of all errors that reach a user.
+"""All errors that reach a user.
 
 ::
 
@@ -9,19 +9,16 @@
     │   ├── Corrupt          a file is missing, truncated, of another size or another checksum
     │   └── FormatError      bytes that do not follow the format they claim
     ├── MappingError         a mapping that cannot be proved
-    ├── MismatchError        stored and wanted do not fit: names, shapes, dtypes, coverage
+    ├── MismatchError        stored and target tensors differ: names, shapes, dtypes, coverage
     │   └── Diverged         copies of a tied tensor were saved with different values
     ├── StorageError         the operating system refused a read, write, sync or rename
     ├── PeerError            another rank failed, or the ranks disagree
     └── EnvironmentMismatch  a version, method or Trainer class of Paddle or PaddleFormers is not the expected one
 
-Every error contains the problem, the place, the evidence and the next step. All problems of one
-checkpoint are collected in one error: ``evidence`` is a list of lines, already folded for a reader.
-Errors travel between ranks as plain JSON (:meth:`FlexError.to_wire`), so that every rank raises the same text.
-
-Errors quote names, values and lines from disks, of any length and content. Each line is therefore bounded by
-:data:`LONGEST_LINE` characters and the evidence by :data:`MOST_EVIDENCE`, in messages and on the wire. Messages show
-control characters as escapes.
+Every error contains the problem, the place, the evidence and the next step. One error collects all problems of a
+checkpoint, one line of evidence each. Errors travel between ranks as JSON (:meth:`FlexError.to_wire`), so all ranks
+raise the same text. Names and values from disk can have any length and content. A line is therefore limited to
+:data:`LONGEST_LINE` characters and the evidence to :data:`MOST_EVIDENCE`, and control characters are escaped.
 """
 
 from __future__ import annotations
@@ -31,21 +28,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 LONGEST_LINE = 4_000
-"""Maximum length of one line of an error, in characters; of a longer one the beginning and the end are kept."""
+"""Maximum length of one line of an error, in characters; longer lines keep their beginning and end."""
 MOST_EVIDENCE = 1_000_000
-"""Maximum length of the evidence of an error, in characters: a line for each of ten thousand files."""
+"""Maximum length of the evidence of an error, in characters: enough for ten thousand files, a line each."""
 
 _GAP = " ... "
 _ROOM_FOR_THE_REST = 40
 
 
 class FlexError(Exception):
-    """The root of the tree.
+    """Base class of all errors.
 
     Args:
-        what: one sentence that states the fault.
-        where: the file, directory, rank, option or tensor it was found in.
-        evidence: the facts, one per line; empty when ``what`` already holds them.
+        what: the problem, in one sentence.
+        where: the affected file, directory, rank, option or tensor.
+        evidence: the facts, one per line; empty if ``what`` contains them.
         next_step: one imperative sentence.
     """
 
@@ -60,7 +57,7 @@ class FlexError(Exception):
         return (from_wire, (self.to_wire(),))
 
     def render(self) -> str:
-        """Return the whole message in several lines."""
+        """Return the complete message, on several lines."""
         lines = [self.what]
         if self.where:
             lines.append(f"  where: {self.where}")
@@ -71,9 +68,9 @@ class FlexError(Exception):
         return "\n".join(map(_shown, lines))
 
     def in_one_line(self) -> str:
-        """Return the problem and the evidence in one line for a log.
+        """Return the problem and the evidence as one log line.
 
-        The line before it names the place already, so only the last part of its path is repeated.
+        The preceding log line names the place, so only the last part of its path is repeated.
         """
         what, name = self.what, self.where.rpartition("/")[2]
         if name and what.startswith(f"{self.where} "):
@@ -96,7 +93,7 @@ class FlexError(Exception):
 
 
 def cut(line: str) -> str:
-    """Return a line of bounded length: the beginning and the end of one that is too long."""
+    """Return a line of bounded length; a longer one keeps its beginning and end."""
     if len(line) <= LONGEST_LINE:
         return line
     half = (LONGEST_LINE - len(_GAP)) // 2
@@ -104,7 +101,7 @@ def cut(line: str) -> str:
 
 
 def _bounded(lines: Iterable[str]) -> list[str]:
-    """Return lines of bounded length and bounded number; bounded input is unchanged."""
+    """Limit the length of each line and of all lines together."""
     kept = [cut(line) for line in lines]
     if sum(map(len, kept)) <= MOST_EVIDENCE:
         return kept
@@ -137,18 +134,18 @@ class OptionError(FlexError):
 class CheckpointError(FlexError):
     """The content of a checkpoint directory is invalid.
 
-    Why: The classes below state the fault. This class is raised for several faults at once.
+    Why: A subclass names the fault. This class itself is raised for several faults at once.
 
     What to do: Run ``paddleformers-fc verify DIR``, which lists every fault.
     """
 
 
 class NotACheckpoint(CheckpointError):
-    """The directory holds no finished flex checkpoint.
+    """The directory contains no finished flex checkpoint.
 
     Why: A save that was interrupted before its commit, a wrong path, or a checkpoint of another format.
 
-    What to do: Run ``paddleformers-fc inspect`` with the output directory, which lists its checkpoints and leftovers.
+    What to do: Run ``paddleformers-fc inspect`` on the output directory, which lists checkpoints and interrupted saves.
     Name one of the checkpoints.
     """
 
@@ -156,16 +153,17 @@ class NotACheckpoint(CheckpointError):
 class Corrupt(CheckpointError):
     """A file of the checkpoint is missing, truncated, of another size or another checksum.
 
-    Why: A copy or upload that ended early, a fault of a disk, or a file that another program changed.
+    Why: A copy or upload that ended early, a disk fault, or a file that another program changed.
 
-    What to do: Run ``paddleformers-fc verify DIR``, restore the files that it lists, or resume an older checkpoint.
+    What to do: Run ``paddleformers-fc verify DIR``, restore the files that it lists, or resume from an older
+    checkpoint.
     """
 
 
 class FormatError(CheckpointError):
-    """Bytes that do not follow the format they claim to be in.
+    """A file does not follow its format.
 
-    Why: Another program wrote or changed the file, or a newer version of this package did.
+    Why: Another program, or a newer version of this package, wrote or changed the file.
 
     What to do: Restore the file, or install the version of this package that wrote it.
     """
@@ -174,26 +172,26 @@ class FormatError(CheckpointError):
 class MappingError(FlexError):
     """A mapping that cannot be proved total, single-writer, in bounds and dtype-closed.
 
-    Why: Statements or a family do not cover every element, cover one twice, or fit other sizes.
+    Why: Statements or a family do not cover every element, cover an element twice, or are for other sizes.
 
     What to do: Correct the statements or the family; the error lists the tensors. No tensor was read or written.
     """
 
 
 class MismatchError(FlexError):
-    """The stored and the wanted tensors do not fit: names, shapes, dtypes or coverage.
+    """The stored and the target tensors do not match: names, shapes, dtypes or coverage.
 
-    Why: Another model, configuration, precision or optimizer than the one that was saved.
+    Why: The model, configuration, precision or optimizer differs from the saved one.
 
-    What to do: Compare the listed names and shapes with the configuration. ``aoa_config`` maps renamed tensors, and
-    ``flex_allow_config_changes`` and ``flex_allow_casts`` allow changes that are meant.
+    What to do: Compare the listed names and shapes with the configuration. ``aoa_config`` maps renamed tensors;
+    ``flex_allow_config_changes`` and ``flex_allow_casts`` allow intended changes.
     """
 
 
 class Diverged(MismatchError):
-    """Copies of a tensor were saved with different values, so that none of them is read unless it is chosen.
+    """Copies of a tensor were saved with different values, and none is chosen.
 
-    Why: Pipeline stages or tensor-parallel ranks trained the copies of one parameter apart.
+    Why: On pipeline stages or tensor-parallel ranks, the copies of a parameter drifted apart in training.
 
     What to do: Choose a copy with ``flex_tied`` or ``--tied``, or use an older checkpoint.
     """
@@ -202,17 +200,17 @@ class Diverged(MismatchError):
 class StorageError(FlexError):
     """The operating system refused a read, a write, a sync or a rename.
 
-    Why: A full disk, missing rights, a limit of open files, or a store or network that does not answer.
+    Why: A full disk, missing permissions, a limit on open files, or an unreachable store or network.
 
-    What to do: Remove the cause that the evidence states, and start the operation again. An incomplete save leaves
-    older checkpoints unchanged.
+    What to do: Remove the cause that the evidence names, and run the operation again. An incomplete save leaves older
+    checkpoints unchanged.
     """
 
 
 class PeerError(FlexError):
     """Another rank failed, or the ranks run different operations.
 
-    Why: A rank was killed, was not started, hangs, or runs with other options or versions.
+    Why: A rank was killed, was not started, hangs, or runs with different options or versions.
 
     What to do: Read the log of the rank that the error names. The first error there is the cause.
     """
@@ -221,7 +219,7 @@ class PeerError(FlexError):
 class EnvironmentMismatch(FlexError):
     """A version, method or Trainer class of Paddle or PaddleFormers differs from the expected one.
 
-    Why: A missing package, or a version that this one is not tested with.
+    Why: A package is missing, or its version is not tested with this package.
 
     What to do: Run the command in the error. ``flex_unknown_versions: warn`` tries other versions.
     """
@@ -244,11 +242,11 @@ BY_NAME = {
         EnvironmentMismatch,
     )
 }
-"""Every class of errors by its name."""
+"""Every error class by its name."""
 
 
 def from_wire(text: str) -> FlexError:
-    """Return the error that :meth:`FlexError.to_wire` wrote; a :class:`PeerError` for a text that it did not write."""
+    """Decode the text of :meth:`FlexError.to_wire`; return a :class:`PeerError` for any other text."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""Flex checkpoints for PaddleNLP's Trainer: the names of :mod:`paddleformers_fc` for PaddleNLP's classes.
+"""Flex checkpoints for PaddleNLP's Trainer: the names of :mod:`paddleformers_fc`, for PaddleNLP's classes.
 
-They are imported when they are first used. An environment has PaddleNLP or PaddleFormers, not both.
+Each name is imported on first use. An environment has PaddleNLP or PaddleFormers, not both.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Output of a command: one JSON document, or text; errors on the error stream.
+"""Output of a command: one JSON document, or text.
 
-Under ``--json`` a command prints exactly one JSON document on standard output; an error is the document
-of :meth:`~paddleformers_fc.errors.FlexError.to_wire`. Otherwise results go to standard output as text and errors to the
-error stream. Rich is imported when text is shown, never for JSON.
-
-A terminal sets the width of the text. A file or a pipe has no width, so lines are not wrapped there.
+Under ``--json`` a command prints exactly one JSON document on standard output, also for an error
+(:meth:`~paddleformers_fc.errors.FlexError.to_wire`). Otherwise it prints results on standard output and errors on the
+error stream. Text is wrapped at the width of a terminal, and not wrapped in a file or a pipe. Rich is imported only for
+text.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _UNWRAPPED = 1000
 
 
 def escape_invalid_text() -> None:
-    """Let both streams escape invalid text, such as file names that are not UTF-8."""
+    """Make both streams escape invalid text, such as file names that are not UTF-8."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -37,9 +36,9 @@ def escape_invalid_text() -> None:
 
 @contextmanager
 def closed_pipe_ignored() -> Iterator[None]:
-    """Continue after a block whose output stream was closed, as under ``| head``; later output is discarded.
+    """Context manager that ignores a closed output stream, as with ``| head``, and discards later output.
 
-    Rich and typer turn the system's error into an exit with code 1, which means a fault of a checkpoint.
+    Rich and typer turn the system's error into exit code 1, which means that a checkpoint is damaged.
     """
     try:
         yield
@@ -63,25 +62,20 @@ def _discard_closed() -> None:
 
 
 def print_json(document: Any) -> None:
-    """Print the document of a command.
+    """Print a document as JSON.
 
     Args:
         document: a msgspec Struct, or a value that JSON can represent.
     """
     try:
         text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
-    except UnicodeEncodeError:  # A file name that is not UTF-8: Python's own encoder escapes it.
+    except UnicodeEncodeError:  # Python's encoder escapes file names that are not UTF-8.
         text = json.dumps(msgspec.to_builtins(document), indent=2)
     sys.stdout.write(text + "\n")
 
 
 def print_error(error: FlexError, as_json: bool) -> None:
-    """Print an error: as JSON on standard output, as text on the error stream.
-
-    Args:
-        error: the error.
-        as_json: whether the command was called with ``--json``.
-    """
+    """Print an error: JSON on standard output if ``as_json``, else text on the error stream."""
     if as_json:
         print_json(json.loads(error.to_wire()))
     else:
@@ -89,7 +83,7 @@ def print_error(error: FlexError, as_json: bool) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console for text without markup, emoji and guessed colours."""
+    """Return a console without markup, emoji or automatic highlighting."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -98,7 +92,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def warn_unverified(source: object, level: str) -> None:
-    """State on the error stream that damage of a source would be copied, unless every byte was compared."""
+    """Warn that damaged bytes would be copied, unless every byte was verified."""
     if level != "full":
         sys.stderr.write(
             f"The bytes of {source} were not compared with their checksums (--verify {level}): damage would be copied, "
@@ -111,8 +105,8 @@ def table_of(first: str, headings: Iterable[str], left: Collection[str] = ()) ->
 
     Args:
         first: the heading of the first column.
-        headings: of the others, whose cells are numbers.
-        left: headings of cells that are text.
+        headings: headings of the other columns, which contain numbers.
+        left: headings of columns that contain text instead.
     """
     from rich import box
     from rich.table import Table
@@ -125,7 +119,7 @@ def table_of(first: str, headings: Iterable[str], left: Collection[str] = ()) ->
 
 
 def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
-    """Return a table of facts, each with its label."""
+    """Return a table of labels and values."""
     from rich.table import Table
 
     found = Table.grid(padding=(0, 2))

@@ -1,8 +1,8 @@
-"""Progress of a long operation on the error stream: after two seconds a bar on a terminal, lines elsewhere.
+"""Progress of long operations on the error stream, after two seconds: a bar on a terminal, lines elsewhere.
 
-A bar has bytes, rate and time left. Elsewhere there is a line with the bytes at the start, one with what is done every
-ten seconds, and one with bytes, seconds and rate at the end. Operations on few bytes print no lines: on a busy machine
-they can take seconds too. Training logs the beginning and the end itself (:func:`shown_in_training`).
+The bar shows bytes, rate and time left. The lines show the total at the start, the progress every ten seconds, and
+bytes, seconds and rate at the end. Operations on few bytes print no lines, because on a busy machine they can take
+seconds too. Training logs beginning and end itself (:func:`shown_in_training`).
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ PATIENCE = 2.0
 """Seconds after which an operation shows its progress."""
 
 LEAST_BYTES = 64 << 20
-"""Operations that expect fewer bytes print no lines where there is no terminal."""
+"""Without a terminal, operations on fewer bytes print no lines."""
 
 INTERVAL = 10.0
-"""Seconds between lines where there is no terminal."""
+"""Seconds between lines without a terminal."""
 
 _REFRESH = 0.2
 
 
 @contextmanager
 def shown(doing: str, console: Console | None, has_ends: bool = True) -> Iterator[Meter]:
-    """Show the progress of a block.
+    """Context manager that shows the progress of an operation.
 
     Args:
         doing: the text, such as ``exporting checkpoint-3``.
-        console: of a terminal; None where there is none.
-        has_ends: whether lines begin and end the progress where there is no terminal.
+        console: the console of a terminal; None without a terminal.
+        has_ends: whether to print a first and a last line without a terminal.
     """
     meter, ended = Meter(), threading.Event()
     show = _Lines(doing, meter, has_ends) if console is None else _Bar(doing, meter, console)
@@ -57,7 +57,7 @@ def shown(doing: str, console: Console | None, has_ends: bool = True) -> Iterato
 
 @contextmanager
 def working(doing: str) -> Iterator[None]:
-    """Show the progress of a block on the error stream.
+    """Context manager that shows the progress of an operation on the error stream.
 
     Args:
         doing: the text, such as ``reading checkpoint-3``.
@@ -67,11 +67,11 @@ def working(doing: str) -> Iterator[None]:
 
 
 def shown_in_training(doing: str, is_shown: bool) -> AbstractContextManager[object]:
-    """Return a block that shows a bar on a terminal, and elsewhere a line every ten seconds.
+    """Return a context manager that shows a bar on a terminal, and a line every ten seconds elsewhere.
 
     Args:
         doing: the text, such as ``saving checkpoint-3``.
-        is_shown: whether this process shows it; of several ranks one does.
+        is_shown: whether this process shows progress; only one rank does.
     """
     console = output.console(stderr=True) if sys.stderr.isatty() else None
     return shown(doing, console, has_ends=False) if is_shown else nullcontext()
@@ -85,7 +85,7 @@ def _tick(show: _Bar | _Lines, ended: threading.Event) -> None:
 
 
 class _Bar:
-    """A spinner at first, and a bar once bytes are counted; both are gone at the end."""
+    """A spinner, replaced by a bar once bytes are counted. Both disappear at the end."""
 
     def __init__(self, doing: str, meter: Meter, console: Console) -> None:
         from rich.progress import (
@@ -107,25 +107,25 @@ class _Bar:
         self._status.start()
 
     def begin(self) -> None:
-        """Replace the spinner, if bytes are counted."""
+        """Replace the spinner by the bar if bytes are counted."""
         if self._meter.expected and not self._is_begun:
             self._is_begun = True
             self._status.stop()
             self._bar.start()
 
     def refresh(self) -> None:
-        """Show the counts."""
+        """Update the bar."""
         self.begin()
         self._bar.update(self._task, total=self._meter.expected, completed=self._meter.done)
 
     def close(self) -> None:
-        """Remove what is shown."""
+        """Remove the spinner and the bar."""
         self._status.stop()
         self._bar.stop()
 
 
 class _Lines:
-    """A line every ten seconds; with ends also one at the start and one at the end."""
+    """Prints a line every ten seconds; with ``has_ends`` also a first and a last line."""
 
     def __init__(self, doing: str, meter: Meter, has_ends: bool) -> None:
         self._doing, self._meter, self._has_ends = doing, meter, has_ends
@@ -133,13 +133,13 @@ class _Lines:
         self._due = self._started + INTERVAL
 
     def begin(self) -> None:
-        """Print the first line, if enough bytes are expected."""
+        """Print the first line if enough bytes are expected."""
         if self._meter.expected >= LEAST_BYTES and not self._is_begun:
             self._is_begun = True
             sys.stderr.write(f"{self._doing}: {size_text(self._meter.expected)}\n")
 
     def refresh(self) -> None:
-        """Print the first line once enough bytes are expected, and a line when it is due."""
+        """Print the first line once enough bytes are expected, and further lines when they are due."""
         self.begin()
         if self._is_begun and time.monotonic() >= self._due:
             self._due += INTERVAL

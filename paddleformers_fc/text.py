@@ -1,4 +1,4 @@
-"""Numbers, names and commands as text for messages, logs and tables."""
+"""Format numbers, names and commands for messages, logs and tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-# Longer numbers are not indices, and names may have more digits than Python converts to a number.
+# Longer numbers are not indices. The limit also keeps them within what Python converts to an int.
 _INDEX = re.compile(r"(?<=\.)[0-9]{1,18}(?=\.)")
 _HOLE = "\0"
 
@@ -32,7 +32,7 @@ def count_text(count: int, noun: str) -> str:
 
 
 def numbers_text(numbers: Sequence[object]) -> str:
-    """Format the first eight of some numbers, such as a shape: ``[1, 2, 3]``."""
+    """Format numbers such as a shape, at most eight of them: ``[1, 2, 3]``."""
     return f"[{', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''}]"
 
 
@@ -42,17 +42,17 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra of this package, from a wheel or a checkout."""
+    """Return the command that installs an extra of this package."""
     return f'pip install "paddleformers-fc[{extra}]"'
 
 
 def _is_number(piece: str) -> bool:
-    # Some characters are digits and no number, and a number may be too long for one.
+    # isdigit accepts characters that int rejects, and int rejects very long numbers.
     return piece.isascii() and piece.isdigit() and len(piece) <= 18
 
 
 def likely_meant(given: str, known: Iterable[str]) -> str:
-    """Return a question that names a similar known word; empty if there is none."""
+    """Return a question that suggests a similar known word; empty if there is none."""
     by_lower = {word.lower(): word for word in sorted(known)}
     close = difflib.get_close_matches(given.lower(), by_lower, n=1)
     return f"is {by_lower[close[0]]} meant?" if close else ""
@@ -66,7 +66,7 @@ def fold(lines: Iterable[str], limit: int = 200) -> list[str]:
 
     Args:
         lines: any text; only numbers between two dots are folded.
-        limit: the maximum number of lines; a last line counts those that are omitted.
+        limit: the maximum number of lines; a last line counts the omitted ones.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
     for line in lines:
