@@ -1,7 +1,7 @@
-"""The replaced methods of PaddleNLP's Trainer that differ from those of PaddleFormers' Trainer.
+"""The methods that this package replaces differently in PaddleNLP's Trainer than in PaddleFormers'.
 
-PaddleNLP's Trainer loads in two methods, the model before it is wrapped and the optimizer afterwards. This package
-loads both in the second one.
+PaddleNLP's Trainer loads the model in one method, before it wraps it, and the optimizer in another. This package
+loads both in the second method.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from paddleformers_fc.trainer.session import Native, channel_of
 
 
 def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
-    """``Trainer.__init__``: as :func:`.startup.init_trainer`, and every tensor of the model must be declared.
+    """``Trainer.__init__``: as :func:`.startup.init_trainer`; also check that every tensor of the model is declared.
 
     Raises:
-        OptionError: the model is not supported by PaddleNLP and this package.
+        OptionError: this package does not support the model in PaddleNLP.
         MappingError: the same on every rank: a tensor of the model is not declared for PaddleNLP's class.
     """
     trainer.processing_class = None
     given = (*args, *kwargs.values())
     if any(map(is_active, given)):
-        _check_adapters(given)
+        _check_no_adapters(given)
     startup.init_trainer(trainer, native, *args, **kwargs)
     if is_active(trainer.args) and trainer.model is not None:
-        run_on_all(channel_of(trainer.args), "looking at the tensors of the model", lambda: _check_model(trainer.model))
+        run_on_all(channel_of(trainer.args), "checking the tensors of the model", lambda: _check_model(trainer.model))
 
 
-def _check_adapters(given: Iterable[Any]) -> None:
+def _check_no_adapters(given: Iterable[Any]) -> None:
     for one in given:
         if isinstance(one, LoRAModel):
             raise OptionError(
@@ -72,16 +72,16 @@ def _check_model(model: Any) -> None:
 
 
 def get_train_sampler(trainer: Any, native: Native) -> Any:
-    """``Trainer._get_train_sampler``: a sampler that can begin in the middle of an epoch."""
+    """``Trainer._get_train_sampler``: return a sampler that can begin in the middle of an epoch."""
     return resumable(native(), trainer.train_dataset)
 
 
 def load_model(trainer: Any, native: Native, resume_from_checkpoint: Any = None) -> None:
-    """``Trainer._load_from_checkpoint``: nothing, because :func:`load` fills the model with its optimizer."""
+    """``Trainer._load_from_checkpoint``: do nothing; :func:`load` fills the model together with its optimizer."""
 
 
 def load(trainer: Any, native: Native, checkpoint: str | None) -> None:
-    """``Trainer._load_optimizer_and_scheduler``: fill model and optimizer, and restore the Trainer's state.
+    """``Trainer._load_optimizer_and_scheduler``: load model and optimizer, and restore the Trainer's state.
 
     Raises:
         FlexError: see :func:`.loading.load`.
@@ -93,10 +93,10 @@ def load(trainer: Any, native: Native, checkpoint: str | None) -> None:
 def save_model(
     trainer: Any, native: Native, output_dir: str | None = None, merge_tensor_parallel: bool | None = False
 ) -> None:
-    """``Trainer.save_model``: export on every rank; PaddleNLP omits ranks whose weights another one writes.
+    """``Trainer.save_model``: export on every rank. PaddleNLP skips ranks whose weights another rank writes.
 
     Raises:
-        FlexError: the same on every rank; an older export in the directory is untouched.
+        FlexError: the same on every rank; an older export in the directory is unchanged.
     """
     trainer._save(output_dir)
 
@@ -107,4 +107,4 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "_load_optimizer_and_scheduler": load,
     "save_model": save_model,
 }
-"""The replaced methods that differ, by name; :mod:`.entry` has those that do not."""
+"""The replacements by method name; :mod:`.entry` has those that both Trainers share."""

@@ -1,26 +1,13 @@
-"""Find the declaration of an optimizer, and refuse others before a step runs and before anything is loaded.
+"""Optimizer states as shards of their parameters, under every sharding stage.
 
-A checkpoint contains the states that :mod:`~paddleformers_fc.layout.roles` declares for the optimizer's class, by
-parameter. An undeclared optimizer has states of other names or shapes, and would fail at the first save.
+The optimizer's declaration (:mod:`~paddleformers_fc.layout.roles`) and the shard of a parameter determine the shard of
+each state. Undeclared optimizers are rejected before the first step and before a load.
 
-Sharding stage 3: every rank saves and loads its range of each parameter in place.
+Sharding stage 3 flattens each large parameter, pads it to equal slices and keeps this rank's slice as
+``parameter.fw_storage``. A layer gathers a parameter for a pass and then releases it with a new slice tensor, so look
+slices up after a pass. A slice is saved as a flattened shard without its padding, and no parameter is gathered.
 
-Stage 3 wraps the model: it flattens each parameter above a size, pads it to equal slices, and releases it. This rank's
-slice remains as ``parameter.fw_storage``. The optimizer has states of slices named ``slice@`` and the parameter's name.
-Layers gather a parameter when they need it and release it afterwards, with a new tensor as its slice: what is read or
-written after a pass is looked up after it.
-
-A slice is a flattened shard as under sharding stage 1, so no parameter is gathered. Padding is not stored: a rank whose
-slice is all padding has no shard. Ranges are computed from the lengths of the tensors, because Paddle's description of
-states includes the padding of parameters that are shorter than a slice.
-
-Time and memory: a view and a description per parameter and state; no copy and no communication.
-
-Optimizer states as shards, derived from the shards of their parameters, and their creation before a load.
-
-Paddle describes the states of AdamW alone (``sharded_state_dict``), and of others only under ``split_param``. The
-declaration of an optimizer (:mod:`~paddleformers_fc.layout.roles`) and the parameter's shard determine the shard of
-every state, so all optimizers are described here, in one way. Views are made of padded tensors only; nothing is copied.
+Time and memory: one view and one description per parameter and state; no copies, no communication.
 """
 
 from __future__ import annotations
@@ -58,46 +45,46 @@ from paddleformers_fc.layout.roles import (
 )
 from paddleformers_fc.text import count_text
 
-PREFIX = "slice@"
-"""The prefix of the names of slices."""
+_SLICE_PREFIX = "slice@"
+"""Stage 3 names the slice of a parameter with this prefix."""
 
 _GATHERED: dict[str, tuple[Any, Any]] = TaskFlow().full_param
-"""Gathered parameters and the tasks that gather them, by static name. All models of the process share this dict, which
-is the default of an argument of Paddle's."""
+"""Gathered parameters and their gather tasks, by static name. All models of the process share this dict, because it is
+a mutable default argument in Paddle."""
 
 
 def is_sliced(parameter: Any) -> bool:
-    """Return whether stage 3 has cut this parameter into slices."""
+    """Return whether stage 3 keeps this parameter as slices."""
     return hasattr(parameter, "fw_storage")
 
 
 def any_sliced(weights: Mapping[str, Any]) -> bool:
-    """Return whether stage 3 has cut any of these live weights."""
+    """Return whether stage 3 keeps any of these weights as slices."""
     return any(is_sliced(weight.local_tensor) for weight in weights.values())
 
 
 def cut(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace each parameter that stage 3 has cut by this rank's slice.
+    """Replace each parameter that stage 3 keeps as slices by this rank's slice.
 
     Args:
         weights: name -> ``ShardedWeight`` over the parameter.
     Returns:
-        the weights without parameters of which this rank's slice is all padding.
+        the weights, without parameters whose slice on this rank is all padding.
     """
     found: dict[str, Any] = {}
     for name, weight in weights.items():
-        range_ = getattr(weight.local_tensor, "fw_storage", None)
-        own = weight if range_ is None else piece(name, range_, weight)
+        storage = getattr(weight.local_tensor, "fw_storage", None)
+        own = weight if storage is None else _unpadded_slice(name, storage, weight)
         if own is not None:
             found[name] = own
     return found
 
 
 def drop_prefetched(parameters: Iterable[Any]) -> None:
-    """Drop gathers that no layer has waited for. Every rank must call.
+    """Drop prefetched parameters that no layer has used. Every rank must call.
 
-    Backward passes prefetch parameters of layers that come later in the order of the first forward pass and earlier in
-    the backward pass. A later pass would use what was gathered in place of the slice, and cut its next slice from it.
+    A backward pass prefetches by the order of the first forward pass and may leave parameters gathered. The next pass
+    would use these old values instead of the slice, and cut its next slice from them.
     """
     for parameter in parameters:
         if getattr(parameter, "fw_storage", None) is not None:
@@ -107,26 +94,25 @@ def drop_prefetched(parameters: Iterable[Any]) -> None:
 
 
 def release(parameters: Iterable[Any]) -> None:
-    """Reduce parameters to the slices that this rank holds. Every rank must call.
+    """Release gathered parameters, so that only the slices of this rank remain. Every rank must call.
 
-    A pass that fails leaves parameters gathered, and PaddleFormers allocates every parameter with zeros before it
-    loads, and copies the range of this rank into its slice afterwards.
+    A failed pass leaves parameters gathered. PaddleFormers itself allocates every parameter with zeros before a load.
     """
     sliced = [one for one in parameters if is_sliced(one)]
     drop_prefetched(sliced)
     for parameter in sliced:
         if parameter.fw_storage is None:
-            whole, _ = _GATHERED.pop(parameter.name)
+            full, _ = _GATHERED.pop(parameter.name)
             group = fleet.get_hybrid_communicate_group().get_sharding_parallel_group()
-            length = int(whole.shape[0]) // group.nranks
-            parameter.fw_storage = whole._slice(group.rank * length, (group.rank + 1) * length).detach().clone()
+            length = int(full.shape[0]) // group.nranks
+            parameter.fw_storage = full._slice(group.rank * length, (group.rank + 1) * length).detach().clone()
             parameter.status, parameter.use_count = "part", 0
         if parameter._is_initialized():
             parameter._clear_data()
 
 
 def drop_gradients(weights: Mapping[str, Any]) -> None:
-    """Clear the gradients of sliced and whole parameters."""
+    """Clear the gradients of all parameters, sliced or not."""
     for weight in weights.values():
         parameter = weight.local_tensor
         if is_sliced(parameter):
@@ -138,16 +124,16 @@ def drop_gradients(weights: Mapping[str, Any]) -> None:
                 gradient.zero_()
 
 
-def updated(parameter: Any) -> Any:
-    """Return a tensor with the name and shape that the optimizer receives from stage 3 in place of the parameter."""
+def _optimizer_parameter(parameter: Any) -> Any:
+    """Return a tensor with the name and shape that the optimizer updates; under stage 3 those of the slice."""
     if not is_sliced(parameter):
         return parameter
     storage = parameter.fw_storage
-    return EagerParamBase(shape=storage.shape, dtype=storage.dtype, name=PREFIX + parameter.name)
+    return EagerParamBase(shape=storage.shape, dtype=storage.dtype, name=_SLICE_PREFIX + parameter.name)
 
 
-def piece(name: str, storage: Any, weight: Any) -> Any:
-    """Return this rank's range of a parameter or state without padding; None if it is all padding."""
+def _unpadded_slice(name: str, storage: Any, weight: Any) -> Any:
+    """Return this rank's slice of a parameter or state without padding; None if it is all padding."""
     size, length = math.prod(weight.local_shape), int(storage.shape[0])
     begin = min(size, length * fleet.get_hybrid_communicate_group().get_sharding_parallel_rank())
     end = min(size, begin + length)
@@ -164,43 +150,43 @@ def piece(name: str, storage: Any, weight: Any) -> Any:
     )
 
 
-_WRAPPED = ("_inner_opt", "_optim")
+_INNER_ATTRIBUTES = ("_inner_opt", "_optim")
 """The attributes in which Paddle's wrappers keep the inner optimizer."""
 
-_CREATING = frozenset({"_create_accumulators", "_add_moments_pows", "_add_accumulator"})
+_CREATE_METHODS = frozenset({"_create_accumulators", "_add_moments_pows", "_add_accumulator"})
 """Methods that decide which states an optimizer has."""
 
 
 def check_supported(optimizer: Any) -> None:
-    """Refuse an optimizer whose states cannot be saved and loaded by parameter.
+    """Check that the states of an optimizer can be saved and loaded by parameter.
 
     Args:
         optimizer: the optimizer, with any wrappers of the Trainer; None if there is none yet.
 
     Raises:
-        OptionError: its class is not declared, it contains another optimizer, or sharding fuses or divides parameters
-            in a way that its states do not allow.
+        OptionError: its class is not declared, it contains another optimizer, or its states do not allow how sharding
+            fuses or divides parameters.
     """
     if optimizer is None:
         return
     descriptor = descriptor_of(optimizer)
-    _check_contains_no_other(innermost(optimizer))
+    _check_not_nested(innermost(optimizer))
     if any(state.shape is StateShape.SHARD_NUMBER for state in descriptor.states):
-        _check_whole_parameters(optimizer, descriptor)
+        _check_unsplit_parameters(optimizer, descriptor)
 
 
 def descriptor_of(optimizer: Any) -> OptimizerDescriptor:
     """Return the declaration of an optimizer's class, or of the base class that decides which states it has.
 
     Raises:
-        OptionError: there is none, or Paddle does not have the optimizer yet.
+        OptionError: there is none, or the installed Paddle does not have the optimizer.
     """
     kind = type(innermost(optimizer))
     for one in kind.__mro__:
         found = declared_optimizer(one)
         if found is not None and not found.unavailable:
             return found
-        if not _CREATING.isdisjoint(vars(one)):
+        if not _CREATE_METHODS.isdisjoint(vars(one)):
             break
     raise _undeclared(kind)
 
@@ -217,26 +203,23 @@ def innermost(optimizer: Any) -> Any:
 
 
 def unwrapped(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizer, the one that it wraps, and so on.
-
-    Wrappers delegate missing attributes, so only their own are read; and an optimizer of stage 3 names itself as the
-    wrapped one.
-    """
+    """Yield the optimizer and, level by level, the optimizers inside its wrappers."""
     yield optimizer
+    # Wrappers delegate missing attributes, so read only their own. A stage 3 optimizer refers to itself here.
     own = vars(optimizer)
-    wrapped = next((own[name] for name in _WRAPPED if own.get(name) is not None), optimizer)
+    wrapped = next((own[name] for name in _INNER_ATTRIBUTES if own.get(name) is not None), optimizer)
     if wrapped is not optimizer:
         yield from unwrapped(wrapped)
 
 
 def has_fused_states(sharding: DygraphShardingOptimizer) -> bool:
-    """Return whether the optimizer within sharding stage 1 updates fused buffers (``stage1_tensor_fusion``)."""
-    # Where only communication is fused, Paddle steps with the parameters themselves.
+    """Return whether the optimizer inside sharding stage 1 updates fused buffers (``stage1_tensor_fusion``)."""
+    # If only communication is fused, the optimizer still updates the parameters themselves.
     return bool(sharding.tensor_fusion and sharding.fuse_optimizer)
 
 
 def sharding_with_ranges(optimizer: Any) -> Any:
-    """Return the wrapper of sharding stage 1 with ``split_param``; None if there is none."""
+    """Return the sharding stage 1 wrapper with ``split_param``; None if there is none."""
     return next((one for one in unwrapped(optimizer) if isinstance(one, DygraphShardingOptimizerV2)), None)
 
 
@@ -254,8 +237,8 @@ def _undeclared(kind: type) -> OptionError:
     )
 
 
-def _check_contains_no_other(optimizer: Any) -> None:
-    """Refuse an optimizer that keeps another one, such as ``LookAhead``: the states of that one would not be saved."""
+def _check_not_nested(optimizer: Any) -> None:
+    """Check that an optimizer contains no other one, as ``LookAhead`` does; the inner states would not be saved."""
     own = vars(optimizer).items()
     found = [(name, value) for name, value in own if isinstance(value, Optimizer) and value is not optimizer]
     if found:
@@ -267,8 +250,8 @@ def _check_contains_no_other(optimizer: Any) -> None:
         )
 
 
-def _check_whole_parameters(optimizer: Any, descriptor: OptimizerDescriptor) -> None:
-    """Refuse sharding that cuts or fuses parameters: one number of such a part cannot be restored for another one."""
+def _check_unsplit_parameters(optimizer: Any, descriptor: OptimizerDescriptor) -> None:
+    """Check that sharding neither splits nor fuses parameters: a number per local tensor could not be resharded."""
     parameters: Iterable[Any] = getattr(innermost(optimizer), "_parameter_list", None) or ()
     if sharding_with_ranges(optimizer) is not None:
         key = "split_param: true"
@@ -295,16 +278,16 @@ def _check_whole_parameters(optimizer: Any, descriptor: OptimizerDescriptor) -> 
 _MASTER_NAME = re.compile(r"_fp32_master_\d+$")
 """The suffix of master weights in the keys of their accumulators."""
 
-_OF_PADDLE = ("LR_Scheduler", "master_weights")
-"""Entries of ``state_dict`` that are no accumulators. They are saved in another way."""
+_OTHER_ENTRIES = ("LR_Scheduler", "master_weights")
+"""Entries of ``state_dict`` that are not accumulators and are saved separately."""
 
-_CONTAINERS_OF_PADDLE = frozenset(
+_PADDLE_CONTAINERS = frozenset(
     {
         *("_accumulators_holder", "_auxiliary_vars", "_default_dict", "_learning_rate_map"),
         *("_master_grads", "_param_dict", "_param_groups", "_parameter_list"),
     }
 )
-"""Containers of Paddle's optimizers whose tensors are no states, or are refused by themselves."""
+"""Containers of Paddle's optimizers whose tensors are not states, or that have checks of their own."""
 
 _MOST_NAMED = 8
 
@@ -315,7 +298,7 @@ class ExpectedTensor(msgspec.Struct, frozen=True):
     Args:
         shape: its shape.
         dtype: numpy name of the element type.
-        place: where Paddle will create it.
+        place: the Paddle place in which it will be created.
     """
 
     shape: tuple[int, ...]
@@ -323,7 +306,7 @@ class ExpectedTensor(msgspec.Struct, frozen=True):
     place: Any
 
     def is_dist(self) -> bool:
-        """Return that it is no tensor of the semi-automatic mode; ``ShardedWeight`` asks."""
+        """Return False: it is not a ``DistTensor``. ``ShardedWeight`` calls this."""
         return False
 
     def _slice(self, start: int, stop: int) -> ExpectedTensor:
@@ -340,23 +323,23 @@ def sharded_states(optimizer: Any, weights: Mapping[str, Any], may_expect: bool 
     Args:
         optimizer: the optimizer with the Trainer's wrappers.
         weights: name -> ``ShardedWeight`` over the parameter.
-        may_expect: whether states that an optimizer without any will have are described by :class:`ExpectedTensor`.
+        may_expect: if the optimizer has no states yet, describe those of its first step by :class:`ExpectedTensor`.
     Returns:
         the states of parameters of which this rank has a shard.
     Raises:
-        KeyError: a state of a parameter that is not among the weights.
-        OptionError: the optimizer or a state of it is not declared.
+        KeyError: the parameter of a state is not among the weights.
+        OptionError: the optimizer or one of its states is not declared.
         MismatchError: states wait for the first step.
     """
     names = _names(weights)
     fused = _fused(optimizer)
     own, ranges = cut(weights), _ranges(optimizer, fused)
-    # A stack of experts is described as a matrix, and is a tensor of three axes.
-    shapes = {one.name: tuple(one.shape) for one in _listed(innermost(optimizer))}
+    # Paddle describes a stack of experts, which has three axes, as a matrix.
+    shapes = {one.name: tuple(one.shape) for one in _parameter_list(innermost(optimizer))}
     found: dict[str, Any] = {}
     expects = may_expect and not any(innermost(optimizer)._accumulators.values())
-    for state, buffer, whole in _expected(optimizer, weights, fused) if expects else tensors(optimizer):
-        for static, tensor in _parts(state, buffer, whole, fused):
+    for state, buffer, full in _expected(optimizer, weights, fused) if expects else tensors(optimizer):
+        for static, tensor in _split_buffer(state, buffer, full, fused):
             parameter = names[static]
             if parameter not in own:
                 continue
@@ -365,7 +348,7 @@ def sharded_states(optimizer: Any, weights: Mapping[str, Any], may_expect: bool 
             shard = _shard(parameter + state.suffix, state, tensor, weight, ranges.get(static), shape)
             if shard is not None:
                 found[shard.key] = shard
-    return dict(sorted(found.items()))  # The order in which Paddle creates states depends on the first step.
+    return dict(sorted(found.items()))  # Paddle's order of creation depends on the first step.
 
 
 def create(
@@ -376,7 +359,7 @@ def create(
 ) -> None:
     """Create the states of these parameters, as the first step would. Existing states stay.
 
-    They are created one parameter after the other, so that an offloaded optimizer has those of one on the device.
+    Create them one parameter at a time: an offloaded optimizer then has one parameter's states on the device.
 
     Args:
         optimizer: the optimizer with the Trainer's wrappers.
@@ -387,10 +370,10 @@ def create(
     names, fused = _names(weights), _fused(optimizer)
     inner = optimizer._optim if isinstance(optimizer, GroupShardedOptimizerStage2) else optimizer
     block = paddle.base.framework.default_main_program().global_block()
-    for one in _updated(optimizer, weights):
+    for one in _optimizer_parameters(optimizer, weights):
         static = _static(one.name)
         if any(names.get(own.name) in parameters for own in fused.get(static, ())) or names.get(static) in parameters:
-            # Paddle would look in the states that set_state_dict has set, by names that may be others now.
+            # Otherwise Paddle would take states from an earlier set_state_dict, whose names may no longer match.
             innermost(optimizer)._accumulators_holder = {}
             inner._create_accumulators(block, [one])
             master = None if place_master is None else getattr(inner, "_master_weights", {}).get(one.name)
@@ -401,7 +384,7 @@ def create(
 def build_buffers(model: Any, optimizer: Any) -> None:
     """Build the fused buffers of ``split_param`` that an overlapped pipeline builds in its first step.
 
-    Without them the optimizer has no ranges, and no states can be created before the first step.
+    Without these buffers, the optimizer's states cannot be created before the first step.
 
     Args:
         model: the model with its parallel wrappers.
@@ -415,40 +398,41 @@ def build_buffers(model: Any, optimizer: Any) -> None:
 
 
 def _names(weights: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of parameters by Paddle's static names; of several names the first in order."""
+    """Map static names to structured names (first wins on ties)."""
     return {weights[name].local_tensor.name: name for name in sorted(weights, reverse=True)}
 
 
 def _static(name: str) -> str:
-    return name.removeprefix(PREFIX)
+    return name.removeprefix(_SLICE_PREFIX)
 
 
-def _updated(optimizer: Any, weights: Mapping[str, Any]) -> Any:
+def _optimizer_parameters(optimizer: Any, weights: Mapping[str, Any]) -> Any:
     """Return the tensors that this rank's optimizer updates, under the names of their parameters."""
     if any_sliced(weights):
-        return [updated(one.local_tensor) for one in weights.values() if not one.local_tensor.stop_gradient]
+        parameters = [weight.local_tensor for weight in weights.values()]
+        return [_optimizer_parameter(one) for one in parameters if not one.stop_gradient]
     if isinstance(optimizer, GroupShardedOptimizerStage2):
         return optimizer._segment_params()[optimizer._rank]
     ranges = sharding_with_ranges(optimizer)
     if ranges is not None:
-        return _slices_of_buffers(ranges)
+        return _buffer_slices(ranges)
     for wrapper in unwrapped(optimizer):
         if isinstance(wrapper, DygraphShardingOptimizer):
             own = wrapper._rank2fused if has_fused_states(wrapper) else wrapper._rank2params
             return own[wrapper._sharding_rank]
-    return _listed(optimizer)
+    return _parameter_list(optimizer)
 
 
-def _listed(optimizer: Any) -> Any:
-    """Return the parameters that an optimizer was made with."""
+def _parameter_list(optimizer: Any) -> Any:
+    """Return the parameters with which an optimizer was constructed."""
     groups = getattr(optimizer, "_param_groups", None) or ()
     if any(isinstance(group, dict) for group in groups):
         return itertools.chain.from_iterable(group["params"] for group in groups)
     return optimizer._parameter_list
 
 
-def _slices_of_buffers(optimizer: Any) -> Iterator[Any]:
-    """Yield this rank's range of each parameter under ``split_param``, with its padding."""
+def _buffer_slices(optimizer: Any) -> Iterator[Any]:
+    """Yield this rank's range of each parameter under ``split_param``, with padding."""
     for buffer in optimizer._comm_buffer_list:
         for static, view in buffer._sharding_param_grad_view.items():
             begin, end = view._param_begin, view._param_end
@@ -459,12 +443,12 @@ def _slices_of_buffers(optimizer: Any) -> Iterator[Any]:
 
 
 class _FusedParameter(msgspec.Struct, frozen=True):
-    """A parameter in a buffer that the optimizer updates as one parameter (``stage1_tensor_fusion``).
+    """A parameter inside a buffer that the optimizer updates as one parameter (``stage1_tensor_fusion``).
 
     Args:
         name: its static name.
         begin: index of its first element in the buffer.
-        size: number of its elements.
+        size: number of elements.
     """
 
     name: str
@@ -475,7 +459,7 @@ class _FusedParameter(msgspec.Struct, frozen=True):
 def _fused(optimizer: Any) -> dict[str, list[_FusedParameter]]:
     """Return the parameters of every fused buffer of this rank, by the buffer's static name.
 
-    Paddle keeps no list of them, but parameters share the memory of their buffer.
+    Paddle has no list of them, so compare addresses: parameters share the memory of their buffer.
     """
     found: dict[str, list[_FusedParameter]] = {}
     for wrapper in unwrapped(optimizer):
@@ -491,10 +475,10 @@ def _fused(optimizer: Any) -> dict[str, list[_FusedParameter]]:
     return found
 
 
-def _parts(
+def _split_buffer(
     state: StateDescriptor, static: str, tensor: Any, fused: Mapping[str, Sequence[_FusedParameter]]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield static names of parameters and their parts of a state; the parameters of a buffer share its numbers."""
+    """Yield each parameter of a buffer, by static name, with its part of a state. States of one number are shared."""
     if static not in fused:
         yield static, tensor
     for one in fused.get(static, ()):
@@ -515,7 +499,7 @@ def _ranges(optimizer: Any, fused: Mapping[str, Sequence[_FusedParameter]]) -> d
 
 
 def tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
-    """Yield declaration, static name of the parameter or buffer, and tensor of every state.
+    """Yield every state as its declaration, the static name of its parameter or buffer, and its tensor.
 
     Args:
         optimizer: the optimizer with the Trainer's wrappers.
@@ -526,7 +510,7 @@ def tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
     check_states_saved(inner)
     prefix = "" if inner._name is None else f"{inner._name}_"
     for accumulator, tensors in inner._accumulators.items():
-        # A tensor's own name is no help: one that was moved to page-locked memory has another one.
+        # Do not rely on tensor names: a tensor that was moved to page-locked memory has a new name.
         state = _declaration(accumulator.removeprefix(prefix), descriptor) if tensors else MASTER
         for static, tensor in tensors.items():
             yield state, _MASTER_NAME.sub("", _static(static)), tensor
@@ -537,13 +521,13 @@ def _expected(
 ) -> Iterator[tuple[StateDescriptor, str, Any]]:
     """Yield what :func:`tensors` will yield after the first step if every trained parameter gets a gradient.
 
-    Left out are states that an optimizer has only sometimes.
+    States that an optimizer has only sometimes are omitted.
     """
     inner, place = innermost(optimizer), paddle.empty([0]).place
     trained = {one.local_tensor.name for one in weights.values() if not one.local_tensor.stop_gradient}
     updated = [
         (_static(one.name), tuple(one.shape), str(one.dtype).rpartition(".")[2])
-        for one in _updated(optimizer, weights)
+        for one in _optimizer_parameters(optimizer, weights)
         if _static(one.name) in trained or any(part.name in trained for part in fused.get(one.name, ()))
     ]
     has_masters = bool(getattr(inner, "_multi_precision", False))
@@ -557,7 +541,7 @@ def _expected(
 
 
 def check_states_saved(optimizer: Any) -> None:
-    """Refuse an optimizer with states that are no accumulators.
+    """Check that all states of an optimizer are accumulators, because only these are saved.
 
     Args:
         optimizer: the optimizer without wrappers.
@@ -581,8 +565,8 @@ def _declaration(accumulator: str, descriptor: OptimizerDescriptor) -> StateDesc
 
 
 def _check_no_pending_states(optimizer: Any) -> None:
-    """Refuse states that ``set_state_dict`` has set and the first step will give to the accumulators."""
-    # Paddle's holder keeps the given states even after the accumulators have them.
+    """Check that no states of ``set_state_dict`` wait for the first step, which copies them to the accumulators."""
+    # Paddle keeps these states even after the copy.
     given = {tensor.name for tensors in optimizer._accumulators.values() for tensor in tensors.values()}
     waiting = sorted({*optimizer._accumulators_holder} - given)
     if not waiting:
@@ -596,12 +580,12 @@ def _check_no_pending_states(optimizer: Any) -> None:
 
 
 def _check_no_custom_states(optimizer: Any) -> None:
-    """Refuse states that a class adds in its own ``state_dict``, without an accumulator."""
+    """Check that a class adds no states in its own ``state_dict`` without an accumulator."""
     if type(optimizer).state_dict is Optimizer.state_dict:
         return
     known = {id(tensor) for tensors in optimizer._accumulators.values() for tensor in tensors.values()}
     states = optimizer.state_dict().items()
-    others = sorted(name for name, value in states if name not in _OF_PADDLE and id(value) not in known)
+    others = sorted(name for name, value in states if name not in _OTHER_ENTRIES and id(value) not in known)
     if others:
         raise OptionError(
             f"{count_text(len(others), 'state')} of the optimizer would not be saved: only accumulators are.",
@@ -612,7 +596,7 @@ def _check_no_custom_states(optimizer: Any) -> None:
 
 
 def _check_no_tensors_in_containers(optimizer: Any) -> None:
-    """Refuse tensors of the shapes of parameters, or by their names, in containers of a class's own."""
+    """Check that a subclass keeps no states in its containers: tensors shaped like a parameter or keyed by its name."""
     parameters = list(_parameters(optimizer))
     known = {id(parameter) for parameter in parameters}
     accumulators = getattr(optimizer, "_accumulators", {}).values()
@@ -623,7 +607,7 @@ def _check_no_tensors_in_containers(optimizer: Any) -> None:
     found = [
         f"{attribute}: {list(tensor.shape)}"
         for attribute, value in vars(optimizer).items()
-        if attribute not in _CONTAINERS_OF_PADDLE and isinstance(value, dict | list | tuple)
+        if attribute not in _PADDLE_CONTAINERS and isinstance(value, dict | list | tuple)
         for key, tensor in _tensors_in(value)
         if id(tensor) not in known and (tuple(tensor.shape) in shapes or key in keys)
     ]
@@ -643,7 +627,7 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 
 
 def _tensors_in(value: Any, key: object = None, depth: int = 3) -> Iterator[tuple[object, Any]]:
-    """Yield the tensors in nested containers with the outermost key."""
+    """Yield the tensors in nested containers, each with its outermost key."""
     if isinstance(value, paddle.Tensor):
         yield key, value
     elif depth and isinstance(value, dict):
@@ -657,42 +641,41 @@ def _tensors_in(value: Any, key: object = None, depth: int = 3) -> Iterator[tupl
 def _shard(
     name: str, state: StateDescriptor, tensor: Any, weight: Any, range_: slice | None, shape: tuple[int, ...]
 ) -> Any:
-    """Return one state as a shard; None if this rank's part of the parameter is all padding."""
+    """Return a state as a shard; None if this rank's part of the parameter is all padding."""
     if range_ is not None and range_.stop == range_.start:
         return None
     if state.shape is StateShape.NUMBER:
         _check_shape(name, state, tensor, math.prod(tensor.shape) == 1)
         return ShardedWeight(name, tensor, NUMBER_SHAPE, NUMBER_SHAPE, (0,))
     if state.shape is StateShape.SHARD_NUMBER:
-        return _number_of_shard(name, tensor, weight)
+        return _shard_number(name, tensor, weight)
     if is_sliced(weight.local_tensor):
-        return piece(name, tensor, weight)
+        return _unpadded_slice(name, tensor, weight)
     if range_ is not None:
         length = range_.stop - range_.start
         _check_shape(name, state, tensor, len(tensor.shape) == 1 and tensor.shape[0] >= length)
-        # Without strided kernels Paddle's slices are copies, into which a load would be lost.
+        # Not an ordinary slice: without strided kernels Paddle copies, and a load would not reach the state.
         own = tensor if math.prod(tensor.shape) == length else tensor._slice(0, length).detach()
         return ShardedWeight(name, own, weight.local_shape, weight.global_shape, weight.global_offset, True, range_)
     _check_shape(name, state, tensor, tuple(tensor.shape) == shape)
     return ShardedWeight(name, tensor, weight.local_shape, weight.global_shape, weight.global_offset)
 
 
-def _check_shape(name: str, state: StateDescriptor, tensor: Any, fits: bool) -> None:
-    """Refuse a state that does not have the declared shape, such as one with an axis more than its parameter."""
-    if not fits:
+def _check_shape(name: str, state: StateDescriptor, tensor: Any, is_declared: bool) -> None:
+    if not is_declared:
         raise OptionError(
             f"A state of the optimizer does not have the declared shape: {state.paddle_name}.",
             where=name,
             evidence=[f"shape {list(tensor.shape)}, declared: {state.shape.value}"],
-            next_step="Correct the line paddleformers_fc.register_optimizer. States of other shapes than that of their "
-            "parameter or one number are not supported: train with another optimizer, or set "
+            next_step="Correct the call of paddleformers_fc.register_optimizer. A state must have the shape of its "
+            "parameter or be one number: otherwise train with another optimizer, or set "
             "ignore_save_lr_and_optim: true to save weights alone.",
         )
 
 
-def _number_of_shard(name: str, tensor: Any, weight: Any) -> Any:
-    """Return a state that is one number per shard as an element of a tensor of such numbers, cut as its parameter."""
+def _shard_number(name: str, tensor: Any, weight: Any) -> Any:
+    """Return a state with one number per shard as one element of a tensor that has an element for every shard."""
     lengths = list(zip(weight.global_shape, weight.local_shape, weight.global_offset, strict=True))
-    counts = tuple(whole // part if part else 1 for whole, part, _ in lengths)
-    place = tuple(offset // part if part else 0 for _, part, offset in lengths)
-    return ShardedWeight(name, tensor, (1,) * len(counts), counts, place)
+    counts = tuple(full // local if local else 1 for full, local, _ in lengths)
+    offsets = tuple(offset // local if local else 0 for _, local, offset in lengths)
+    return ShardedWeight(name, tensor, (1,) * len(counts), counts, offsets)

@@ -1,17 +1,12 @@
-"""The options of a run: defaults, ranges, and contradicting options of PaddleFormers.
+"""The options of a run: defaults, ranges, and conflicts with PaddleFormers' own options.
 
-A YAML with ``flex_checkpoint: true`` also contains PaddleFormers' own options. An option for another way of saving or
-resuming would be ignored silently. The options are therefore compared once, when the arguments are constructed and
-before a process group exists. One error lists every contradiction with both keys.
+PaddleFormers' options for other ways to save or resume would have no effect under ``flex_checkpoint: true``. So the
+options are checked once, when the training arguments are constructed and before a process group exists. One error lists
+every conflict with both keys. The fields are a plain dataclass, which :mod:`.entry` mixes into PaddleFormers' classes.
 
-This module does not import Paddle. The fields are a plain dataclass that :mod:`.entry` lays over PaddleFormers'
-argument classes.
-
-The choice of the reader of open weights in this process: this package or PaddleFormers.
-
-``from_pretrained`` runs before a Trainer exists, so the process stores the last choice: training arguments with
-``flex_checkpoint: true`` choose this package, arguments with ``false`` choose PaddleFormers. Until a script has created
-arguments, :func:`.entry.install` has chosen this package. :mod:`.pretrained` reads the choice.
+The module also stores which package reads open weights, because ``from_pretrained`` runs before a Trainer exists. The
+training arguments that were created last decide: this package if their ``flex_checkpoint`` is true, else PaddleFormers.
+Before the first arguments, :func:`.entry.install` chooses this package.
 
 This module does not import Paddle.
 """
@@ -48,7 +43,7 @@ UNKNOWN_WAYS = ("refuse", "warn")
 
 OFF = "off"
 SAVE_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
-"""The signals on which a run can save and end."""
+"""Values of ``flex_save_on_signal``, besides ``off``."""
 
 _DUMP_SIGNAL = "SIGUSR1"
 
@@ -57,10 +52,10 @@ _MAY_BE_OFF = {
     "flex_check_replicas": REPLICA_WAYS,
     "flex_save_on_signal": (OFF, *SAVE_SIGNALS),
 }
-"""Keys with the value ``off``, which YAML reads as false without quotes."""
+"""Keys that accept ``off``, which YAML reads as false if it has no quotes."""
 
 NO_PLACE = "none"
-"""The value of ``flex_upload`` without uploads, and of ``flex_local_dir`` without a local tier."""
+"""The value of ``flex_upload`` for no uploads, and of ``flex_local_dir`` for no local tier."""
 
 _SWITCHES = (
     "flex_checkpoint",
@@ -85,7 +80,7 @@ _COUNTS = {
     "flex_ema_interval": range(1, _MOST_STEPS + 1),
     "zcc_ema_interval": range(1, _MOST_STEPS + 1),
 }
-"""Keys whose values are whole numbers, and the values of each."""
+"""Integer keys and their ranges."""
 
 
 def _option(default: Any, help: str) -> Any:
@@ -97,10 +92,10 @@ class FlexFields:
     """The options that this package adds to PaddleFormers' training arguments."""
 
     def __new__(cls, *_: Any, **given: Any) -> FlexFields:
-        """Refuse removed options and keys of later versions, which a dataclass would only call unexpected.
+        """Check for removed options and for keys of later versions, which a dataclass only calls unexpected.
 
         Raises:
-            OptionError: with all of them.
+            OptionError: with all such keys.
         """
         if not REMOVED.isdisjoint(given):
             raise unknown_keys(REMOVED & given.keys(), ())
@@ -222,9 +217,9 @@ class FlexFields:
             if getattr(self, name) is False:
                 setattr(self, name, OFF)
         if self.flex_checkpoint:
-            _take_over(self)
+            _move_aliases(self)
             if getattr(self, "enable_auto_parallel", False):
-                # PaddleFormers would read a checkpoint that is resumed as open weights.
+                # Otherwise PaddleFormers would read the checkpoint to resume as open weights.
                 self.convert_from_hf = False
         parent = getattr(super(), "__post_init__", None)
         if parent is not None:
@@ -237,7 +232,7 @@ REMOVED = frozenset(
         *("flex_ema_start_step", "flex_max_file_size", "flex_plan_cache", "flex_staging_size"),
     }
 )
-"""Keys of earlier versions, which set what is constant now."""
+"""Keys of earlier versions whose values are constants now."""
 
 FIELD_NAMES = tuple(one.name for one in fields(FlexFields))
 """The keys that this package adds."""
@@ -245,22 +240,21 @@ FIELD_NAMES = tuple(one.name for one in fields(FlexFields))
 _DEFAULTS = {one.name: one.default for one in fields(FlexFields)}
 
 
-_AVERAGES = {"zcc_save_ema_coef": "flex_ema_decay", "zcc_ema_interval": "flex_ema_interval"}
-"""PaddleFormers' keys of a moving average, and the keys of this package that mean the same."""
+_EMA_ALIASES = {"zcc_save_ema_coef": "flex_ema_decay", "zcc_ema_interval": "flex_ema_interval"}
+"""PaddleFormers' keys of a moving average, and this package's keys with the same meaning."""
 
-_NAMES = {**_AVERAGES, "use_flex_async_save": "flex_async_save"}
-"""All pairs of such keys."""
+_ALIASES = {**_EMA_ALIASES, "use_flex_async_save": "flex_async_save"}
 
 
-def _take_over(options: Any) -> None:
-    """Move the values of PaddleFormers' keys to those of this package, so that its own mechanisms do not run.
+def _move_aliases(options: Any) -> None:
+    """Move the values of PaddleFormers' keys to the keys of this package, so that its own mechanisms do not run.
 
-    With ``zcc_save_ema_coef`` its Trainer adds a callback that averages, and refuses intervals that do not divide
-    ``save_steps``. With ``use_flex_async_save`` that of its development branch saves on a thread of its own.
+    With ``zcc_save_ema_coef``, its Trainer would add an averaging callback that rejects intervals that do not divide
+    ``save_steps``. With ``use_flex_async_save``, its development branch would save on its own thread.
     """
     options.flex_async_save |= options.use_flex_async_save
     options.use_flex_async_save = False
-    for theirs, ours in _AVERAGES.items():
+    for theirs, ours in _EMA_ALIASES.items():
         default = _DEFAULTS[ours]
         if hasattr(options, theirs):
             if getattr(options, theirs) not in (None, default):
@@ -269,14 +263,14 @@ def _take_over(options: Any) -> None:
 
 
 def check_options(options: Any) -> None:
-    """Check the ranges of our options, and with ``flex_checkpoint`` also PaddleFormers' options against it.
+    """Check the ranges of our options and, with ``flex_checkpoint``, conflicts with PaddleFormers' options.
 
     Args:
-        options: an object with the attributes of :class:`FlexFields` and, where it has them, PaddleFormers' own.
+        options: an object with the attributes of :class:`FlexFields` and any of PaddleFormers' options.
 
     Raises:
-        OptionError: with every fault found; or ``output_dir`` is a URL, which cannot be saved to, or empty.
-        MappingError: ``aoa_config`` holds no statements.
+        OptionError: with every fault found; or ``output_dir`` is empty or a URL.
+        MappingError: ``aoa_config`` contains no statements.
     """
     faults = list(_range_faults(options))
     if faults:
@@ -302,14 +296,14 @@ def check_options(options: Any) -> None:
 
 
 def check_conflicts(options: Any, table: Iterable[Conflict]) -> None:
-    """Refuse options that contradict ``flex_checkpoint: true``.
+    """Check that no options contradict ``flex_checkpoint: true``.
 
     Args:
         options: as for :func:`check_options`.
         table: the conflicts.
 
     Raises:
-        OptionError: with every contradiction.
+        OptionError: with every conflict.
     """
     conflicts = [conflict.line(options) for conflict in table if conflict.holds(options)]
     if conflicts:
@@ -322,13 +316,13 @@ def check_conflicts(options: Any, table: Iterable[Conflict]) -> None:
 
 
 def _check_one_average(options: Any) -> None:
-    """Refuse a key of PaddleFormers and a key of this package with different values of one setting.
+    """Check that PaddleFormers' keys of a moving average agree with ours.
 
     Raises:
         OptionError: with both keys and values.
     """
     pairs = [
-        (theirs, getattr(options, theirs, None), ours, getattr(options, ours)) for theirs, ours in _AVERAGES.items()
+        (theirs, getattr(options, theirs, None), ours, getattr(options, ours)) for theirs, ours in _EMA_ALIASES.items()
     ]
     _check_one_value(
         (theirs, one, ours, other)
@@ -338,7 +332,7 @@ def _check_one_average(options: Any) -> None:
 
 
 def _check_saves(options: Any) -> None:
-    """Refuse a number of steps under which PaddleFormers silently saves no checkpoint.
+    """Check that ``save_steps`` lets PaddleFormers save any checkpoint; it reports nothing if not.
 
     Raises:
         OptionError: with the number.
@@ -355,26 +349,25 @@ def _check_saves(options: Any) -> None:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse keys with which ``flex_checkpoint: true`` would go past this package, and contradicting names of one key.
+    """Check a configuration for keys that bypass this package, and for aliases of one key with different values.
 
-    The keys are those of a file, of which PaddleFormers may know some in later versions only. In training arguments
-    nobody can tell a value from its default.
+    Only a configuration shows which values were set, and may contain keys of later versions of PaddleFormers.
 
     Args:
         settings: the keys of a configuration.
 
     Raises:
-        OptionError: with every contradiction.
+        OptionError: with every conflict.
     """
     if not settings.get("flex_checkpoint"):
         return
-    check_conflicts(SimpleNamespace(**settings), (*_OF_STAGES, *DEVELOPMENT))
-    pairs = [(theirs, settings.get(theirs), ours, settings.get(ours)) for theirs, ours in _NAMES.items()]
+    check_conflicts(SimpleNamespace(**settings), (*_STAGE_CONFLICTS, *DEVELOPMENT))
+    pairs = [(theirs, settings.get(theirs), ours, settings.get(ours)) for theirs, ours in _ALIASES.items()]
     _check_one_value(pair for pair in pairs if None not in pair and pair[1] != pair[3])
 
 
 def _check_one_value(pairs: Iterable[tuple[str, Any, str, Any]]) -> None:
-    """Refuse pairs of keys, each with its value, that set one property to different values.
+    """Check that there are no pairs of keys that set one property to different values.
 
     Raises:
         OptionError: with all pairs.
@@ -398,7 +391,7 @@ def unknown_keys(unknown: Iterable[str], stock: Iterable[str]) -> OptionError:
     """
     names, known = sorted(unknown), (*FIELD_NAMES, *sorted(stock))
     correct = f"Correct the key or remove it. This package has {', '.join(FIELD_NAMES)}."
-    remove = "Remove the key. The page of options (docs/options.md) states what holds instead."
+    remove = "Remove the key; docs/options.md lists what replaces it."
     return OptionError(
         "Unknown key in the configuration.",
         where="training arguments",
@@ -421,20 +414,20 @@ def without_effect(options: Any) -> list[str]:
         options: as for :func:`check_options`, already checked.
     """
     # PaddleFleet has both keys: its save_to_hf requests exports, which this package writes.
-    meant = "save_to_hf" if hasattr(options, "save_safetensors") else ""
-    return [one.line(options) for one in WITHOUT_EFFECT if one.key != meant and one.holds(options)]
+    effective = "save_to_hf" if hasattr(options, "save_safetensors") else ""
+    return [one.line(options) for one in WITHOUT_EFFECT if one.key != effective and one.holds(options)]
 
 
 def parse_size(text: str) -> int:
     """Return a number of bytes from ``"5GB"`` (powers of 1000) or ``"5GiB"`` (powers of 1024).
 
     Raises:
-        OptionError: the text is no size.
+        OptionError: the text is not a size.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
         raise OptionError(
-            f"{text!r} is not a size{_unit_missing(text)}.",
+            f"{text!r} is not a size{_missing_unit(text)}.",
             next_step="Write a number and a unit, such as 500MB, 5GB or 4GiB.",
         )
     return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].upper()])
@@ -466,7 +459,7 @@ def is_active(options: Any) -> bool:
 
 
 def save_signal(options: Any) -> str | None:
-    """Return the name of the signal on which a run saves and ends; None if there is none."""
+    """Return the name of the signal on which a run saves and ends; None if it handles none."""
     named = options.flex_save_on_signal
     return None if named in (False, OFF) or not options.flex_checkpoint else str(named)
 
@@ -479,8 +472,8 @@ def _range_faults(options: Any) -> list[str]:
     for name, ways in _MAY_BE_OFF.items():
         value = getattr(options, name)
         if value is not False and value not in ways:
-            taken = ": ranks write their stacks on it" if value == _DUMP_SIGNAL else ""
-            faults.append(f"{name}: {value!r} is none of {', '.join(ways)}{taken}")
+            reserved = ": ranks write their stacks on it" if value == _DUMP_SIGNAL else ""
+            faults.append(f"{name}: {value!r} is none of {', '.join(ways)}{reserved}")
     for name, known in {"flex_read": READ_WAYS, "flex_tied": TIED_WAYS, "flex_unknown_versions": UNKNOWN_WAYS}.items():
         if getattr(options, name) not in known:
             faults.append(f"{name}: {getattr(options, name)!r} is none of {', '.join(known)}")
@@ -507,10 +500,10 @@ def _range_faults(options: Any) -> list[str]:
 
 
 def _check_uploads_elsewhere(options: Any, output_dir: str) -> None:
-    """Refuse to upload checkpoints to the directory in which they are saved.
+    """Check that checkpoints are not uploaded to the directory in which they are saved.
 
     Raises:
-        OptionError: both are one directory.
+        OptionError: they are.
     """
     url = upload_url(options)
     if url is not None and os.path.realpath(url.url.partition("://")[2]) == os.path.realpath(output_dir):
@@ -523,7 +516,7 @@ def _check_uploads_elsewhere(options: Any, output_dir: str) -> None:
 
 
 def _check_tiers_separate(options: Any, output_dir: str) -> None:
-    """Refuse a local tier that is ``output_dir``, inside it or around it: each deletes old checkpoints by itself.
+    """Check that neither the local tier nor ``output_dir`` contains the other: each deletes its old checkpoints.
 
     Raises:
         OptionError: with both directories.
@@ -598,30 +591,30 @@ def _upload_faults(value: Any) -> list[str]:
 
 def _size_faults(text: Any) -> list[str]:
     if not isinstance(text, str) or _SIZE.fullmatch(text) is None:
-        return [f"{text!r} is not a size such as 500MB, 5GB or 4GiB{_unit_missing(text)}"]
+        return [f"{text!r} is not a size such as 500MB, 5GB or 4GiB{_missing_unit(text)}"]
     if parse_size(text) < _SMALLEST_SIZE:
         return [f"{text!r} is smaller than 1MB"]
     return []
 
 
-def _unit_missing(text: Any) -> str:
-    """Return a remark on a size that is a plain number, without a unit."""
+def _missing_unit(text: Any) -> str:
+    """Return a remark if a size is a number without a unit."""
     return ": it has no unit" if re.fullmatch(r"\s*[0-9.]+\s*", str(text)) else ""
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """An option of PaddleFormers that cannot go together with ``flex_checkpoint: true``.
+    """An option of PaddleFormers that conflicts with ``flex_checkpoint: true``.
 
-    One of the last four says which values clash; without them every value does that counts as true.
+    One of the last four arguments selects the conflicting values; without them, every true value conflicts.
 
     Args:
         key: its name.
-        because: why not, as the end of a sentence that begins with both keys.
-        values: these.
-        unless: all but these.
-        words: those whose text contains one of these.
-        above: larger numbers.
+        because: the reason, as the end of a sentence that begins with both keys.
+        values: conflicting values.
+        unless: the only values that do not conflict.
+        words: values whose text contains one of these conflict.
+        above: larger numbers conflict.
     """
 
     key: str
@@ -646,7 +639,7 @@ class Conflict:
         try:
             return float(value) > self.above
         except (TypeError, ValueError):
-            return False  # PaddleFormers refuses what is no number.
+            return False  # PaddleFormers rejects it.
 
     def line(self, options: Any) -> str:
         """Return one line that names both keys."""
@@ -654,7 +647,7 @@ class Conflict:
 
 
 def spelled(value: Any) -> str:
-    """Return a value as YAML has it."""
+    """Return a value in YAML's spelling."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -674,16 +667,16 @@ DEVELOPMENT = (
         "a checkpoint is resharded while it is read, without broadcasts",
     ),
 )
-"""Refused keys of PaddleFormers' development branch."""
+"""Unsupported keys of PaddleFormers' development branch."""
 
-_OF_STAGES = (
+_STAGE_CONFLICTS = (
     Conflict(
         "stage",
-        "that stage loads and saves in ways of its own; use stage: PT with a model of PaddleFormers",
+        "that stage has its own loading and saving; use stage: PT with a model of PaddleFormers",
         values=("ernie_pretrain",),
     ),
 )
-"""Stages of PaddleFormers' command line that parse their arguments again, into a class without our options."""
+"""Stages of PaddleFormers' command line that parse their arguments a second time, into a class without our options."""
 
 REFERENCE_UPDATES = Conflict(
     "ref_model_update_steps", "the reference model is the base, and its updates are not saved", above=0
@@ -705,8 +698,7 @@ CONFLICTS = (
     Conflict("auto_parallel_resume_form_hybrid_parallel", "a checkpoint of any layout is resumed without it"),
     Conflict(
         "load_from_hf",
-        "a checkpoint to resume from is no HuggingFace directory; to start from open weights, name it in"
-        " model_name_or_path",
+        "a checkpoint to resume is not a HuggingFace directory; to start from open weights, set model_name_or_path",
     ),
     Conflict(
         "sep_parallel_size",
@@ -720,16 +712,16 @@ CONFLICTS = (
     ),
     Conflict(
         "sharding",
-        "PaddleFormers 1.2.0 itself warns that offload is not supported; tensorwise_offload_optimizer offloads the"
-        " optimizer",
+        "PaddleFormers 1.2.0 warns that it does not support offload; to offload the optimizer, set"
+        " tensorwise_offload_optimizer",
         words=("offload",),
     ),
     *(Conflict("optim", one.unavailable, values=(one.option,)) for one in OPTIMIZERS if one.unavailable),
     Conflict("optim", "checkpoints have no states of it", unless=tuple(one.option for one in OPTIMIZERS)),
-    Conflict("replicate_saved_into_local", "checkpoints on disks of single nodes are those of flex_local_dir"),
+    Conflict("replicate_saved_into_local", "use flex_local_dir for checkpoints on the disks of single nodes"),
     Conflict("pdc_download_ckpt", f"fetching a checkpoint before resuming is {_NOT_YET}"),
 )
-"""Refused combinations of options."""
+"""Options that conflict with ``flex_checkpoint: true``."""
 
 NLP_CONFLICTS = (
     Conflict("sep_parallel_degree", f"segment parallelism is {_NOT_YET}", above=1),
@@ -746,7 +738,7 @@ NLP_CONFLICTS = (
     Conflict("to_static", f"static graphs are {_NOT_YET}"),
     Conflict("enable_auto_parallel", f"PaddleNLP's semi-automatic mode is {_NOT_YET}"),
 )
-"""Refused options of PaddleNLP, beside :data:`CONFLICTS`."""
+"""Conflicting options of PaddleNLP, in addition to :data:`CONFLICTS`."""
 
 _IN_SEMI_AUTO = f"with enable_auto_parallel: true it is {_NOT_YET}"
 
@@ -762,12 +754,12 @@ SEMI_AUTO_CONFLICTS = (
     *(Conflict(key, _IN_SEMI_AUTO) for key in ("flex_async_save", "use_flex_async_save")),
     *(Conflict(key, _IN_SEMI_AUTO) for key in ("flex_ema_decay", "zcc_save_ema_coef", "flex_stream")),
 )
-"""Refused options in PaddleFormers' semi-automatic mode, beside :data:`CONFLICTS`."""
+"""Conflicting options in PaddleFormers' semi-automatic mode, in addition to :data:`CONFLICTS`."""
 
 _OURS = "every process reads what it needs by itself"
 
 WITHOUT_EFFECT = (
-    Conflict("save_on_each_node", "the second has no effect, disks of single nodes are found out"),
+    Conflict("save_on_each_node", "the second has no effect, disks of single nodes are detected"),
     Conflict("flex_ckpt_comm_method", f"the second has no effect, {_OURS}", unless=(None,)),
     Conflict("load_via_cpu", f"the second has no effect, {_OURS}", unless=(True,)),
     Conflict("ordered_save_group_size", "the second has no effect, processes write different files"),
@@ -779,15 +771,15 @@ WITHOUT_EFFECT = (
     Conflict("save_hf_memory_growth_threshold", "the second has no effect, exports stream", unless=(8,)),
     Conflict("online_merge_ema", "the second has no effect, an export reads the checkpoint", unless=(True,)),
 )
-"""Logged once."""
+"""Options without effect, which a run logs once."""
 
 
 @dataclass
-class _Decision:
-    """The settings in force.
+class _Reader:
+    """Which package reads open weights.
 
     Args:
-        options: how this package reads; None while PaddleFormers does.
+        options: the options with which this package reads; None if PaddleFormers reads.
         by_arguments: whether training arguments have decided it.
     """
 
@@ -795,27 +787,27 @@ class _Decision:
     by_arguments: bool = False
 
 
-_decision = _Decision()
+_reader = _Reader()
 
 
 def reader_options() -> FlexFields | None:
-    """Return how this package reads open weights; None while PaddleFormers reads them."""
-    return _decision.options
+    """Return the options with which this package reads open weights; None if PaddleFormers reads them."""
+    return _reader.options
 
 
 def follow(arguments: FlexFields) -> None:
-    """Let the training arguments that were created last decide."""
-    _decision.options = arguments if arguments.flex_checkpoint else None
-    _decision.by_arguments = True
+    """Choose the reader of open weights by these training arguments."""
+    _reader.options = arguments if arguments.flex_checkpoint else None
+    _reader.by_arguments = True
 
 
 def read_by_default() -> None:
-    """Choose this package until training arguments decide."""
-    if not _decision.by_arguments:
-        _decision.options = FlexFields(flex_checkpoint=True)
+    """Let this package read open weights until training arguments are created."""
+    if not _reader.by_arguments:
+        _reader.options = FlexFields(flex_checkpoint=True)
 
 
 def read_natively_by_default() -> None:
     """Undo :func:`read_by_default`."""
-    if not _decision.by_arguments:
-        _decision.options = None
+    if not _reader.by_arguments:
+        _reader.options = None
