@@ -1,1 +1,1 @@
-"""Layouts: shards, flattened ranges, and their memory order. No framework is imported here."""
+"""Layouts: shards, flattened ranges, and their memory order. Imports no framework."""

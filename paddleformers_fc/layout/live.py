@@ -1,8 +1,8 @@
-"""Shards of live tensors, from the fields of :class:`LocalTensor` alone.
+"""Describe the shards of live tensors by the fields of :class:`LocalTensor`.
 
 Paddle's ``ShardedWeight`` (``paddle/distributed/flex_checkpoint/dcp/sharded_weight.py``) and the tensors of simulated
-ranks have these fields. Another source of layouts is saved and loaded as soon as its tensors have them. This module
-imports no framework.
+ranks have these fields. Tensors of any other source can be saved and loaded once they have them. This module imports
+no framework.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LocalTensor(Protocol):
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Shape of the global tensor."""
 
     @property
     def global_offset(self) -> tuple[int, ...]:
@@ -40,27 +40,27 @@ class LocalTensor(Protocol):
 
     @property
     def is_flattened(self) -> bool:
-        """Return whether the memory is a range of the box in row-major order."""
+        """Whether the memory is a range of the box in row-major order."""
 
     @property
     def flattened_range(self) -> slice | None:
-        """That range."""
+        """The range of a flattened tensor."""
 
 
 Roles = Mapping[str, Mapping[str, LocalTensor]]
 """The tensors of one rank: role -> name -> tensor."""
 
 LiveRoles = dict[str, dict[str, LocalTensor]]
-""":data:`Roles` that are being collected."""
+"""A mutable :data:`Roles`."""
 
 
 _dtypes: dict[int, tuple[object, str]] = {}
-"""The names of dtypes by the identity of their objects, because hashing Paddle's takes longer than reading all fields.
+"""Dtype names by the ``id`` of the dtype object, because hashing Paddle's dtypes is slow.
 
-While an object is kept here, no other object has its identity.
+Storing the object keeps its ``id`` unique.
 """
-_MOST_DTYPES = 256
-"""Paddle has few; other tensors may have a new object at every access."""
+_MAX_DTYPES = 256
+"""Bounds the cache, because some tensors create a new dtype object at every access."""
 
 _Fields = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, int] | None]
 """Dtype, shape of the memory, local shape, global shape, offset and range of a live tensor."""
@@ -71,7 +71,7 @@ def dtype_name(tensor: Any) -> str:
     dtype = tensor.dtype
     known = _dtypes.get(id(dtype))
     if known is None:
-        if len(_dtypes) == _MOST_DTYPES:
+        if len(_dtypes) == _MAX_DTYPES:
             _dtypes.clear()
         known = _dtypes[id(dtype)] = dtype, str(dtype).rsplit(".", maxsplit=1)[-1]
     return known[1]
@@ -91,7 +91,7 @@ def _fields_of(weight: LocalTensor) -> _Fields:
 
 def _shard(name: str, fields: _Fields) -> Shard:
     dtype, _, local, whole, offset, flat = fields
-    # Lengths may be integers of numpy.
+    # Lengths may be numpy integers.
     local, whole, offset = (tuple(map(int, lengths)) for lengths in (local, whole, offset))
     return Shard(name, dtype, whole, shifted(local, offset), None if flat is None else (int(flat[0]), int(flat[1])))
 
@@ -99,8 +99,7 @@ def _shard(name: str, fields: _Fields) -> Shard:
 def facts_of(roles: Roles) -> bytes:
     """Return all fields that :func:`describe_roles` reads, as bytes that are equal if and only if the fields are.
 
-    No field is validated and no shard is created, so that repeated saves compare their shards in a few microseconds
-    per shard.
+    It validates no field and creates no shard, so that repeated saves compare shards in a few microseconds each.
 
     Args:
         roles: role -> name -> live weight.
@@ -115,8 +114,8 @@ def describe_roles(roles: Roles) -> dict[str, dict[str, Shard]]:
     Args:
         roles: role -> name -> live weight.
     Raises:
-        MismatchError: a shard outside its tensor, a tensor that does not hold as many elements as its shard claims,
-            or a state whose shape is not its parameter's.
+        MismatchError: a shard is outside its tensor, a local tensor has another number of elements than its shard, or
+            the shape of a state does not match its parameter.
     """
     faults: list[str] = []
     kinds: dict[_Fields, Shard] = {}
@@ -130,23 +129,23 @@ def describe_roles(roles: Roles) -> dict[str, dict[str, Shard]]:
             parameter = parameters.get(state.parameter)
             if parameter is None or state.scalar:
                 continue
-            wanted, whose = parameter.global_shape, "its parameter's"
+            expected, whose = parameter.global_shape, "its parameter's"
             if state.shape is StateShape.SHARD_NUMBER:
-                wanted, whose = parameter.cuts, "the number of its parameter's shards"
-            if wanted != shard.global_shape:
-                faults.append(f"{name}: shape {list(shard.global_shape)} is not {whose} {list(wanted)}")
+                expected, whose = parameter.cuts, "the number of its parameter's shards"
+            if expected != shard.global_shape:
+                faults.append(f"{name}: shape {list(shard.global_shape)} is not {whose} {list(expected)}")
     if faults:
         raise MismatchError(
-            f"{len(faults)} live shards contradict themselves.",
+            f"{len(faults)} live shards are described inconsistently.",
             where="sharded_state_dict of this rank",
             evidence=faults,
-            next_step="The model or optimizer describes its shards wrongly; nothing was read or written.",
+            next_step="Correct the sharded_state_dict of the model or optimizer; nothing was read or written.",
         )
     return described
 
 
 def _shards_of(names: Mapping[str, LocalTensor], kinds: dict[_Fields, Shard], faults: list[str]) -> dict[str, Shard]:
-    """Return the shards of one role. Tensors with equal fields are validated once: layers repeat."""
+    """Return the shards of one role. Tensors with equal fields are validated once, because layers repeat."""
     shards: dict[str, Shard] = {}
     for name, weight in names.items():
         fields = _fields_of(weight)
@@ -157,7 +156,7 @@ def _shards_of(names: Mapping[str, LocalTensor], kinds: dict[_Fields, Shard], fa
         shard = shards[name] = _shard(name, fields)
         found = list(_faults(shard, weight.local_tensor))
         if found:
-            # Faults are reported for every tensor, so they are not kept.
+            # Faults must be reported for every tensor, so faulty fields are not cached.
             faults.extend(found)
         else:
             kinds[fields] = shard
@@ -168,4 +167,4 @@ def _faults(shard: Shard, tensor: Any) -> Iterator[str]:
     yield from shard.faults()
     elements = math.prod(int(n) for n in tensor.shape)
     if elements != shard.size:
-        yield f"{shard.name}: the tensor holds {elements} elements, its shard {shard.size}"
+        yield f"{shard.name}: the tensor has {elements} elements, its shard {shard.size}"

@@ -1,11 +1,11 @@
-"""The roles of a checkpoint and the supported optimizers with their states: one table that every other module reads.
+"""The roles of a checkpoint, and the supported optimizers with their states: the one table for all other modules.
 
 The states of a parameter ``p`` are named ``p.w_0`` (master weight), ``p.moment1_0``, ``p.beta1_pow_acc_0``: the name of
 Paddle's accumulator and ``_0``, as in Paddle's FlexCheckpoint (``paddle/optimizer/adamw.py``, ``sharded_state_dict``).
-A state with the shape of its parameter follows the mapping of the parameter.
+A state with the shape of its parameter follows the parameter's mapping.
 
 :func:`register_optimizer` adds an optimizer in this process. Readers of its checkpoints need no registration: a state
-whose suffix is not in the table is one number if its shape is ``(1,)``, otherwise it has the shape of its parameter.
+with an unknown suffix is one number if its shape is ``(1,)``; otherwise it has the shape of its parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPTIMIZER_STATE = "optimizer_state"
 EMA_STATE = "ema_state"
 
 NUMBER_SHAPE = (1,)
-"""Shape of a state that is one number per parameter."""
+"""Shape of a state with one number per parameter."""
 
 
 class StateShape(enum.Enum):
@@ -35,20 +35,20 @@ class StateShape(enum.Enum):
     PARAMETER = "as the parameter"
     NUMBER = "one number"
     SHARD_NUMBER = "one number per shard"
-    """A tensor with one element per box that the parameter is cut into, cut as the parameter."""
+    """A tensor with one element per shard of the parameter, sharded like the parameter."""
 
 
 class StateDescriptor(msgspec.Struct, frozen=True):
     """A kind of tensor that exists per parameter.
 
     Args:
-        role: the directory of a checkpoint that contains it.
-        suffix: follows the name of the parameter; empty for a role whose tensors are named as the parameters are.
+        role: its role, which is also its directory in a checkpoint.
+        suffix: follows the parameter's name; empty if the tensors have the names of the parameters.
         shape: relation to the shape of the parameter.
-        dtype: numpy name of the element type; empty for that of the parameter.
-        half_only: whether it exists only for parameters with elements of two bytes.
-        accumulator: Paddle's name of it, if that differs from the suffix without ``_0``.
-        sometimes: whether it exists only under an argument of the optimizer, or for some parameters.
+        dtype: numpy name of the dtype; empty if it is the parameter's.
+        half_only: whether it exists only for parameters with two-byte elements.
+        accumulator: the name of Paddle's accumulator, if it is not the suffix without ``_0``.
+        sometimes: whether it exists only with some optimizer arguments, or for some parameters.
     """
 
     role: str
@@ -61,7 +61,7 @@ class StateDescriptor(msgspec.Struct, frozen=True):
 
     @property
     def paddle_name(self) -> str:
-        """Paddle's name of the accumulator."""
+        """The name of Paddle's accumulator."""
         return self.accumulator or self.suffix.removeprefix(".").removesuffix("_0")
 
 
@@ -69,9 +69,9 @@ class OptimizerDescriptor(msgspec.Struct, frozen=True):
     """An optimizer whose states a checkpoint can contain.
 
     Args:
-        name: module and name of its class.
+        name: qualified name of its class.
         states: the states of a parameter.
-        option: the value of PaddleFormers' ``optim`` that selects it; empty if only a script can.
+        option: the value of PaddleFormers' ``optim`` that selects it; empty if only a script can select it.
         unavailable: why a run cannot use it, as the end of a sentence; empty if it can.
     """
 
@@ -82,7 +82,7 @@ class OptimizerDescriptor(msgspec.Struct, frozen=True):
 
     @property
     def short_name(self) -> str:
-        """The name of its class."""
+        """The name of its class, without the module."""
         return self.name.rpartition(".")[2]
 
 
@@ -107,7 +107,7 @@ OPTIMIZERS = (
     OptimizerDescriptor(
         "paddleformers.utils.optimizer.AdamWMini", (_MOMENT1, _SHARD_MOMENT2, *_POWERS, MASTER), option="adamw_mini"
     ),
-    # As Paddle's development branch defines it: matrices have moment1 alone, other parameters the states of AdamW.
+    # As in Paddle's development branch: matrices have only moment1, other parameters have the states of AdamW.
     OptimizerDescriptor(
         "paddle.optimizer.muon.Muon",
         (_MOMENT1, *(structs.replace(state, sometimes=True) for state in (_MOMENT2, *_POWERS)), MASTER),
@@ -115,17 +115,17 @@ OPTIMIZERS = (
         unavailable="Paddle 3.3.1 has no Muon",
     ),
 )
-"""The optimizers that this package declares; the first one is assumed if a checkpoint has no optimizer states."""
+"""The declared optimizers. The first is the default for checkpoints without optimizer states."""
 
 STATES = (
     StateDescriptor(MODEL_STATE),
     MASTER,
     *dict.fromkeys(structs.replace(state, sometimes=False) for optimizer in OPTIMIZERS for state in optimizer.states),
-    # Checkpoints of other writers contain it.
+    # Occurs in checkpoints of other writers.
     StateDescriptor(OPTIMIZER_STATE, ".velocity_0", dtype="float32"),
     StateDescriptor(EMA_STATE),
 )
-"""Every state that this package declares."""
+"""All declared states."""
 
 ROLES = tuple(dict.fromkeys(state.role for state in STATES))
 
@@ -144,7 +144,7 @@ class StateName(msgspec.Struct, frozen=True, gc=False):
     Args:
         parameter: the parameter that the state belongs to.
         suffix: follows the parameter's name; empty for the parameter itself.
-        shape: relation of its shape to that of the parameter.
+        shape: relation to the shape of the parameter.
     """
 
     parameter: str
@@ -153,12 +153,12 @@ class StateName(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def scalar(self) -> bool:
-        """Return whether the state is one number instead of a tensor of the parameter's shape."""
+        """Whether the state is one number instead of a tensor of the parameter's shape."""
         return self.shape is StateShape.NUMBER
 
 
 def parameter_of(role: str, name: str) -> str:
-    """Return the parameter that a tensor belongs to: itself, or the parameter whose state it is.
+    """Return the name of the parameter that a tensor belongs to: its own name if it is a parameter.
 
     Args:
         role: one of :data:`ROLES`.
@@ -173,7 +173,7 @@ def split_state_name(role: str, name: str, shape: Iterable[int] = ()) -> StateNa
     Args:
         role: one of :data:`ROLES`; names of ``model_state`` have no suffix.
         name: the full name.
-        shape: of the whole tensor; it decides what a state of an undeclared suffix is.
+        shape: the global shape, which classifies states with an undeclared suffix.
     """
     if role in _STATE_ROLES:
         parameter, dot, last = name.rpartition(".")
@@ -195,13 +195,13 @@ def register_optimizer(optimizer: type, like_parameter: Iterable[str] = (), numb
         >>> register_optimizer(paddle.optimizer.Momentum, like_parameter=["velocity"])  # doctest: +SKIP
 
     Args:
-        optimizer: its class; a subclass with states of its own needs a declaration of its own.
-        like_parameter: names of the accumulators that have the shape of their parameter, as in ``_add_accumulator``.
-        numbers: names of the accumulators that are one number per parameter, equal for all parts of the parameter.
+        optimizer: its class. A subclass with additional states must be declared separately.
+        like_parameter: names of the accumulators with the shape of their parameter, as in ``_add_accumulator``.
+        numbers: names of the accumulators with one number per parameter, equal for all shards of the parameter.
 
     Raises:
-        OptionError: an argument has another type; or a name is invalid, is declared twice, or means another state in
-            this package.
+        OptionError: an argument has the wrong type; or a name is invalid, declared twice, or already used for a
+            different state.
     """
     like_parameter, numbers = (list(one) if isinstance(one, Iterator) else one for one in (like_parameter, numbers))
     require(instance_of(type, "the class of an optimizer"), optimizer=optimizer)
@@ -212,12 +212,12 @@ def register_optimizer(optimizer: type, like_parameter: Iterable[str] = (), numb
     names = [name for name, _ in shapes]
     faults += [f"{name}: declared twice" for name in sorted(set(names)) if names.count(name) > 1]
     faults += [
-        f"{state.paddle_name}: names master weights in this package"
+        f"{state.paddle_name}: reserved for master weights"
         for state in states
         if state.suffix == MASTER.suffix
     ]
     faults += [
-        f"{state.paddle_name}: declared '{state.shape.value}', and in this package '{_SHAPES[state.suffix].value}'"
+        f"{state.paddle_name}: declared '{state.shape.value}', but this package uses '{_SHAPES[state.suffix].value}'"
         for state in states
         if _SHAPES.get(state.suffix, state.shape) is not state.shape
     ]
@@ -227,28 +227,29 @@ def register_optimizer(optimizer: type, like_parameter: Iterable[str] = (), numb
             f"Invalid declaration of the optimizer {name}.",
             where="register_optimizer",
             evidence=faults,
-            next_step="Name each accumulator once, as _create_accumulators of the class does.",
+            next_step="Name each accumulator once, as in _create_accumulators of the class.",
         )
     _registered[name] = OptimizerDescriptor(name, (*states, MASTER))
 
 
 def qualified_name(kind: type) -> str:
-    """Return module and name of a class; one of PaddleFleet that was PaddleFormers' keeps its first name."""
+    """Return the qualified name of a class; classes of PaddleFleet keep their name in PaddleFormers."""
     package, dot, module = kind.__module__.partition(".")
     return f"{'paddleformers' if package == 'paddlefleet' else package}{dot}{module}.{kind.__qualname__}"
 
 
 def declared_optimizer(kind: type) -> OptimizerDescriptor | None:
-    """Return the declaration of a class, without those of its bases; None if there is none."""
+    """Return the declaration of exactly this class, not of its bases; None if there is none."""
     name = qualified_name(kind)
     return _registered.get(name) or next((one for one in OPTIMIZERS if one.name == name), None)
 
 
 def stored_optimizer(states: Mapping[str, tuple[str, tuple[int, ...]]]) -> OptimizerDescriptor:
-    """Return the kinds of states that a checkpoint contains as an optimizer.
+    """Return a descriptor with the kinds of states that a checkpoint contains.
 
     Args:
-        states: dtype and shape of the stored optimizer states by full name; without any, the first optimizer's.
+        states: dtype and shape of the stored optimizer states by full name; if empty, the default optimizer is
+            returned.
     """
     if not states:
         return OPTIMIZERS[0]
@@ -257,7 +258,7 @@ def stored_optimizer(states: Mapping[str, tuple[str, tuple[int, ...]]]) -> Optim
         state = split_state_name(OPTIMIZER_STATE, name, shape)
         found.setdefault(state.suffix, (state.shape, set()))[1].add(dtype)
     kinds = (
-        # States of several types have those of their parameters.
+        # States with several dtypes have the dtypes of their parameters.
         StateDescriptor(OPTIMIZER_STATE, suffix, shape, next(iter(dtypes)) if len(dtypes) == 1 else "")
         for suffix, (shape, dtypes) in found.items()
     )

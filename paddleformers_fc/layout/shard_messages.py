@@ -1,11 +1,10 @@
-"""Encode the shards of a rank as bytes, and decode those of all ranks into columns.
+"""Encode the shards of one rank as bytes, and decode the shards of all ranks into columns.
 
-The shards of all roles travel together. States have the boxes of their parameter, and layers repeat, so
-each distinct layout is sent once and a shard is a name and an index. The rank that plans for all keeps shards as
-numbers, too: equal shards of several ranks have one number.
+States have the boxes of their parameter and layers repeat, so each distinct layout is sent once, and a shard is a name
+and an index. The planning rank also keeps shards as numbers: equal shards of several ranks share one number.
 
-Time: linear in the shards of all ranks, apart from a sort. Memory: the shards of one rank to encode; to decode, four
-bytes per shard and rank, 12 bytes per distinct shard, and an object per distinct name and place.
+Time: linear in the shards of all ranks, apart from a sort. Memory: to encode, the shards of one rank; to decode, four
+bytes per shard and rank, 12 bytes per distinct shard, and an object per distinct name and layout.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, Shape
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
-"""Numbers of roles, names, places or shards."""
+"""Numbers of roles, names, layouts or shards."""
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):
-    """The layout of shards without their names. Lengths and offsets are in elements."""
+    """The layout of a shard, without its name. Lengths and offsets are in elements."""
 
     dtype: str
     global_shape: tuple[int, ...]
@@ -35,7 +34,7 @@ class _Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _RankShards(msgspec.Struct, frozen=True, array_like=True):
-    """The shards of one rank: by role, names and the indices of their layouts."""
+    """The shards of one rank: by role, the names and the indices of their layouts."""
 
     places: list[_Place]
     roles: dict[str, tuple[list[str], list[int]]]
@@ -45,7 +44,7 @@ _rank_shards = msgspec.msgpack.Decoder(_RankShards)
 
 
 def encode_rank_shards(shards_by_role: Mapping[str, Mapping[str, Shard]]) -> bytes:
-    """Encode and compress the shards of one rank; equal shards in equal order give equal bytes.
+    """Encode and compress the shards of one rank. Equal shards in the same order give equal bytes.
 
     Args:
         shards_by_role: role -> full name -> shard.
@@ -60,14 +59,14 @@ def encode_rank_shards(shards_by_role: Mapping[str, Mapping[str, Shard]]) -> byt
 
 
 class JobShards(msgspec.Struct, frozen=True):
-    """The distinct shards of a job, numbered by role and name, and who holds them.
+    """The distinct shards of a job, numbered by role and name, and the ranks that hold them.
 
     Args:
         roles: the roles.
         names: the names of all tensors.
-        places: shards without a name.
-        columns: for every distinct shard the numbers of its role, its name and its place.
-        held: by rank, its shards in its own order; ranks that have described the same share one array.
+        places: the distinct layouts, as shards without a name.
+        columns: for every distinct shard, the numbers of its role, name and layout.
+        held: for every rank, its shards in its own order; ranks with equal shards share one array.
     """
 
     roles: list[str]
@@ -77,7 +76,7 @@ class JobShards(msgspec.Struct, frozen=True):
     held: list[Numbers]
 
     def __getitem__(self, number: int) -> tuple[str, Shard]:
-        """Return the role of a distinct shard, and the shard."""
+        """Return a distinct shard and its role."""
         role, name, place = (int(column[number]) for column in self.columns)
         like = self.places[place]
         return self.roles[role], Shard(self.names[name], like.dtype, like.global_shape, like.box, like.flat)
@@ -96,12 +95,12 @@ class JobShards(msgspec.Struct, frozen=True):
         if role not in self.roles or name not in self.names:
             return []
         of_role, of_name, _ = self.columns
-        wanted = (of_role == self.roles.index(role)) & (of_name == self.names.index(name))
-        return [rank for rank, numbers in enumerate(self.held) if wanted[numbers].any()]
+        matches = (of_role == self.roles.index(role)) & (of_name == self.names.index(name))
+        return [rank for rank, numbers in enumerate(self.held) if matches[numbers].any()]
 
 
 def decode_shards(payloads: Sequence[bytes]) -> JobShards:
-    """Decode the shards of all ranks from :func:`encode_rank_shards`, by rank. The senders are trusted."""
+    """Decode the results of :func:`encode_rank_shards` of all ranks, in rank order. The senders are trusted."""
     roles: dict[str, int] = {}
     names: dict[str, int] = {}
     boxes: dict[tuple[str, Shape, Shape, Shape], int] = {}

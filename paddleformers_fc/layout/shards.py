@@ -1,17 +1,13 @@
-"""Shards: one rank's part of one tensor, as boxes.
+"""Shards, one rank's part of one tensor, as boxes; and the boxes of a mesh with placements.
 
-A shard is a row-major box of a global tensor. A *flattened* shard (sharding stage 1 v2) is a range of the elements of
-such a box in row-major order. Both are lists of :class:`Fragment`: boxes that are contiguous and row-major in the
-shard's buffer. A range of an n-dimensional box has at most 2n-1 fragments, so planning handles boxes only.
+A shard is a row-major box of a global tensor. A *flattened* shard (sharding stage 1 v2) is a range of such a box in
+row-major order. Both are lists of :class:`Fragment`: boxes that are contiguous and row-major in the shard's buffer. A
+range of an n-dimensional box has at most 2n-1 fragments, so planning handles only boxes.
 
-Boxes of ranks from a mesh and placements, as semi-automatic parallelism states the layout of a tensor.
-
-A mesh is a row-major array of ranks. A placement states for one axis of the mesh how the ranks along it divide a
-tensor. Paddle divides an axis of n elements into parts of ceil(n / k) elements for k ranks: the last parts are shorter
-or empty. Several axes of the mesh may divide one axis of a tensor, one after the other.
-
-``paddle.distributed.save_state_dict`` computes with other lengths, which differ by at most one: of 6 elements on 4
-ranks it stores wrong boxes.
+In semi-automatic parallelism, a mesh is a row-major array of ranks, and a placement per mesh axis defines how the ranks
+along it divide a tensor. Paddle divides n elements over k ranks into parts of ceil(n / k) elements, of which the last
+may be shorter or empty. ``paddle.distributed.save_state_dict`` computes different lengths, and so stores wrong boxes,
+for example of 6 elements on 4 ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +27,8 @@ class Fragment(msgspec.Struct, frozen=True, gc=False):
     """A box that is contiguous and row-major in a buffer.
 
     Args:
-        box: global coordinates.
-        start: index, in elements, of the box's first element in the buffer.
+        box: the box, in global coordinates.
+        start: index of the box's first element in the buffer.
     """
 
     box: Box
@@ -44,10 +40,10 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
 
     Args:
         name: the tensor's name in its space.
-        dtype: element type by its numpy name.
-        global_shape: the whole tensor's shape.
-        box: the box this rank holds, in global coordinates.
-        flat: for a flattened shard the half-open range, in elements of ``box`` in row-major order; else None.
+        dtype: numpy name of the dtype.
+        global_shape: shape of the global tensor.
+        box: this rank's box, in global coordinates.
+        flat: half-open range of a flattened shard, in row-major elements of ``box``; None for any other shard.
     """
 
     name: str
@@ -71,7 +67,7 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def cuts(self) -> Shape:
-        """Number of equal shards on each axis: the tensor-parallel degree on that axis."""
+        """Number of equal shards on each axis, which is the tensor-parallel degree on that axis."""
         own = self.box.shape
         if own == self.global_shape:
             return (1,) * len(own)
@@ -83,7 +79,7 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
         )
 
     def faults(self) -> Iterator[str]:
-        """Yield the faults of an impossible shard."""
+        """Yield why the shard is invalid, if it is."""
         if len(self.box.lo) != len(self.global_shape) or not whole(self.global_shape).contains(self.box):
             yield f"{self.name}: box {self.box} is outside shape {list(self.global_shape)}"
         elif self.flat is not None and not 0 <= self.flat[0] <= self.flat[1] <= self.box.volume:
@@ -96,7 +92,7 @@ def _fragments(box: Box, begin: int, end: int) -> Iterator[Fragment]:
     rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     at = begin
     while at < end:
-        # The outermost axis with a row that begins here and fits; the fragment ends at the last such row.
+        # Take the outermost axis whose row begins here and ends in the range, and as many of its rows as possible.
         axis = next(axis for axis, row in enumerate(rows) if at % row == 0 and at + row <= end)
         lo = tuple([low + at // row % length for low, row, length in zip(box.lo, rows, shape, strict=True)])
         count = min((end - at) // rows[axis], box.hi[axis] - lo[axis])
@@ -106,7 +102,6 @@ def _fragments(box: Box, begin: int, end: int) -> Iterator[Fragment]:
 
 
 def shard_bytes(shard: Shard) -> int:
-    """Return the length of a shard in bytes."""
     return shard.size * dtype_size(shard.dtype)
 
 
@@ -115,11 +110,11 @@ ShardsByRole: TypeAlias = Mapping[str, Mapping[str, Shard]]
 
 
 class AxisShard(msgspec.Struct, frozen=True):
-    """The ranks along an axis of a mesh have parts of an axis of a tensor.
+    """The placement of a mesh axis whose ranks hold parts of one axis of a tensor.
 
     Args:
         axis: the tensor's axis.
-        order: if several axes of the mesh divide the same axis: the smaller order first, then the axes' own order.
+        order: the sequence in which several mesh axes divide the same axis; mesh axes of equal order keep their order.
     """
 
     axis: int
@@ -127,33 +122,29 @@ class AxisShard(msgspec.Struct, frozen=True):
 
 
 Placements = Sequence[AxisShard | None]
-"""By axis of the mesh; the ranks along an axis without a shard have replicas."""
+"""One placement per mesh axis; None means that the ranks along it hold replicas."""
 
 
 def coordinate_of(rank: int, mesh: Shape, ranks: Sequence[int]) -> Shape | None:
-    """Return the coordinate of a rank.
+    """Return the coordinate of a rank in a mesh; None if the mesh does not contain the rank.
 
     Args:
         rank: the rank.
-        mesh: the lengths of the mesh.
-        ranks: its ranks, in row-major order.
-    Returns:
-        None if the mesh does not contain the rank.
+        mesh: the shape of the mesh.
+        ranks: the ranks of the mesh, in row-major order.
     """
     found = np.argwhere(np.reshape(ranks, mesh) == rank)
     return tuple(found[0].tolist()) if len(found) else None
 
 
 def placed_box(shape: Shape, mesh: Shape, placements: Placements, coordinate: Shape) -> Box:
-    """Return the box of a tensor that one rank has.
+    """Return the box of a tensor that one rank holds; it may be empty.
 
     Args:
-        shape: of the whole tensor.
-        mesh: the lengths of the mesh.
-        placements: how its axes divide the tensor.
-        coordinate: of the rank in the mesh.
-    Returns:
-        a box, which is empty if there are fewer elements than parts.
+        shape: global shape of the tensor.
+        mesh: the shape of the mesh.
+        placements: how the mesh axes divide the tensor.
+        coordinate: the rank's coordinate in the mesh.
     """
     lo, hi = [0] * len(shape), list(shape)
     cuts = [(one.order, axis, one.axis) for axis, one in enumerate(placements) if one is not None]

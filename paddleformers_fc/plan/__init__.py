@@ -1,1 +1,1 @@
-"""Catalog x Mapping x Layout -> read items, and a report of mismatches. No framework is imported here."""
+"""Plans: catalog x mapping x layout -> read items, and a report of mismatches. Imports no framework."""

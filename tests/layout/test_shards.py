@@ -77,7 +77,7 @@ def test_a_state_that_has_not_its_parameters_shape_is_refused() -> None:
 
 def test_a_tensor_smaller_than_its_shard_is_refused() -> None:
     live = weight((2, 4), local_shape=(4, 4), global_shape=(4, 4))
-    with pytest.raises(MismatchError, match="holds 8 elements, its shard 16"):
+    with pytest.raises(MismatchError, match="has 8 elements, its shard 16"):
         describe_roles({"model_state": {"w": live}})
 
 
@@ -86,7 +86,7 @@ def test_weights_with_the_same_impossible_description_are_all_named() -> None:
     sound = {name: weight((4, 4), global_shape=(8, 4), global_offset=(4, 0)) for name in ("x", "y")}
     with pytest.raises(MismatchError) as caught:
         describe_roles({"model_state": {**alike, **sound}})
-    assert caught.value.evidence == tuple(f"{name}: the tensor holds 8 elements, its shard 16" for name in "vw")
+    assert caught.value.evidence == tuple(f"{name}: the tensor has 8 elements, its shard 16" for name in "vw")
     shards = describe_roles({"model_state": sound})["model_state"]
     assert shards == {name: Shard(name, "float32", (8, 4), Box((4, 0), (8, 4))) for name in ("x", "y")}
 

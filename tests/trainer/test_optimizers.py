@@ -163,9 +163,9 @@ def test_a_declaration_is_validated() -> None:
     assert list(refused.value.evidence) == [
         "a b: invalid name of an accumulator",
         "moment1: declared twice",
-        "w: names master weights in this package",
-        "beta1_pow_acc: declared 'as the parameter', and in this package 'one number'",
-        "moment1: declared 'one number', and in this package 'as the parameter'",
+        "w: reserved for master weights",
+        "beta1_pow_acc: declared 'as the parameter', but this package uses 'one number'",
+        "moment1: declared 'one number', but this package uses 'as the parameter'",
     ]
 
 
