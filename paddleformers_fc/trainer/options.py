@@ -642,7 +642,7 @@ class Conflict:
             return False  # PaddleFormers rejects it.
 
     def line(self, options: Any) -> str:
-        """Return one line that names both keys."""
+        """Return one line with both keys and the reason."""
         return f"flex_checkpoint: true and {self.key}: {spelled(getattr(options, self.key))}: {self.because}"
 
 

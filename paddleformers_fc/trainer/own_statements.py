@@ -1,8 +1,8 @@
-"""Models that no family declares, mapped by the AOA statements of their class.
+"""Mappings of models without a declared family, from the AOA statements of their class.
 
-The statements are those that stock FlexCheckpoint uses: ``_gen_aoa_config`` and ``_gen_inv_aoa_config``, or where a
-class overrides them ``gen_aoa_statements`` and ``gen_inv_aoa_statements``. They are evaluated once, for the tensors of
-all ranks. A checkpoint stores the resulting rules, so it can be read without the class.
+Stock FlexCheckpoint uses the same statements: ``_gen_aoa_config`` and ``_gen_inv_aoa_config``, or a class's overrides
+of ``gen_aoa_statements`` and ``gen_inv_aoa_statements``. They are evaluated once, for the tensors of all ranks. A
+checkpoint stores the resulting rules, so it can be read without the class.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INVERSE = "_gen_inv_aoa_config", "gen_inv_aoa_statements"
 
 
 def require_mapped(model: Any, model_type: str) -> None:
-    """Require a family that declares a model type, or statements of a model or of its class.
+    """Check that a family declares a model type, or that the model or its class has statements.
 
     Raises:
         MappingError: there is neither.
@@ -41,11 +41,13 @@ def require_mapped(model: Any, model_type: str) -> None:
 
 
 def adopt(model: Any, channel: Channel) -> None:
-    """Map a model that no family declares by the statements of its class, if it has any and no adapters.
+    """Map a model without a declared family by the statements of its class. Every rank must call.
+
+    Models with adapters, and models whose class has no statements, are skipped.
 
     Args:
         model: the model as it was built, or a wrapper of it.
-        channel: all ranks of the job; every rank must call.
+        channel: all ranks of the job.
     Raises:
         MappingError: the same on every rank: the statements are invalid, cannot be proved or do not fit the model.
     """
@@ -86,7 +88,7 @@ def adopt(model: Any, channel: Channel) -> None:
 
 
 def _writer(model: Any, names: tuple[str, str]) -> Callable[[Any], object] | None:
-    """Return the first of some methods that a model or its class has. Of every layer's own ones an override counts."""
+    """Return the first of these methods that a model or its class has; methods of ``Layer`` itself do not count."""
     kind = model if isinstance(model, type) else type(model)
     for name in names:
         found: Callable[[Any], object] | None = getattr(model, name, None)
@@ -104,7 +106,7 @@ def _program(model: Any, names: tuple[str, str]) -> Program | None:
         return None if writer is None else read_config(writer(model.config))
     except MappingError:
         raise
-    except Exception as error:  # The code of the model's class may fail in any way.
+    except Exception as error:  # A model class may raise anything.
         evidence = [f"{type(error).__name__}: {error}"]
         next_step = "Correct this method of the model's class."
         raise MappingError(f"{names[0]} fails.", evidence=evidence, next_step=next_step) from error

@@ -1,35 +1,15 @@
-"""The position of a run in its data, counted in samples, at which a resumed run continues.
+"""The position of a run in its data, in samples, and the settings of two runs that may change the data.
 
-PaddleFormers counts optimizer steps. Resumed with another global batch (another data-parallel degree, micro batch or
-accumulation) it multiplies old steps by the new batch, and repeats or loses samples. In this module the position is
-``(epoch, samples of it)``. A checkpoint contains it, and a resumed run skips those samples, independent of their number
-of steps.
+PaddleFormers counts optimizer steps, and so repeats or loses samples if the global batch changes on resume. Here the
+position is ``(epoch, samples of the epoch)``. It is exact because all samplers of PaddleFormers take batches from the
+front of one order: after k batches, the first ``k * micro batch * data ranks`` samples are trained. A resumed run reads
+the rest of the epoch in the saved order, also if the order is rounded to another number of ranks or the data is longer.
+If seed or data differ, the trained samples are unknown, and resuming raises an error.
 
-Skipping by samples is correct because every sampler of PaddleFormers takes batches from the front of one order. After k
-batches, the first ``k * micro batch * data ranks`` samples have been trained, on any ranks. That order must be the same
-before and after. It is a permutation of a length that the number of data ranks divides, seeded with ``seed`` and the
-epoch. Another number of data ranks may round the length differently, and another ``max_steps`` may lengthen an indexed
-corpus. The rest of the epoch is then read in the saved order, and added samples after it. If seed or
-data differ, the trained samples are unknown, and resuming is refused.
-
-This module does not import Paddle. :mod:`.batches` follows a training loop and starts one in the middle of an epoch.
-
-Differences between the run that saved a checkpoint and the run that resumes it, other than those of the model.
-
-Another learning rate, corpus, tokenizer or batch is often intended, and never changes what is loaded. These differences
-are reported in one table with those of the model's configuration. Refused are only those under which PaddleFormers'
-command line certainly packs or shuffles other samples than were trained.
+Other changes (learning rate, corpus, tokenizer, batch) are only reported. Indexed corpora (``dataset_type: pretrain``)
+are identified by a digest of 256 samples. :mod:`.batches` tracks the position in a loop, and starts in mid-epoch.
 
 This module does not import Paddle.
-
-The identity of the samples of PaddleFormers' indexed corpora (``dataset_type: pretrain``).
-
-Such a dataset distributes a corpus to as many samples as the whole run takes: by seed, sequence length and the number
-of passes over the corpus that these samples need. Another ``max_steps`` or global batch may need another number of
-passes, and then all samples are others. A checkpoint contains a digest of samples at equal distances: the documents
-and offsets at which they begin and end. A resumed run compares it.
-
-Time: 256 look-ups in memory-mapped files.
 """
 
 from __future__ import annotations
@@ -65,8 +45,8 @@ class SampleOrder:
         shuffled: whether they are permuted.
         seed: seed of the permutation, to which the epoch is added; 0 without a permutation.
         samples: number of samples of the data, before it is rounded; 0 if unknown.
-        parts: if the data was lengthened within the epoch, the lengths before; each part has its own permutation.
-        corpus: digest of the data, as far as :func:`covered` by this order; empty if unknown.
+        parts: earlier lengths, if the data was extended within the epoch; each part has its own permutation.
+        corpus: digest of the first :func:`covered` samples of the data; empty if unknown.
     """
 
     indexed: bool
@@ -79,7 +59,7 @@ class SampleOrder:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The end index of each part with its own permutation."""
+        """The end index of each separately permuted part."""
         return (*self.parts, self.length)
 
 
@@ -114,12 +94,12 @@ class Position:
 
     Args:
         epoch: number of finished epochs.
-        samples: trained samples of the current epoch, on all ranks together.
-        consumed: trained samples since the first step.
-        waiting: number of forward passes among them whose batches a pipeline has read and not trained. PaddleFormers
-            keeps the remainder of an epoch for the next one, and trains every later batch with this delay.
-        ended: whether the loop is at the end of the epoch, after the passes beyond the last step, which ``samples``
-            does not count.
+        samples: samples of the current epoch that were read, on all ranks together.
+        consumed: samples that were read since the first step.
+        waiting: forward passes among them whose batches a pipeline has read and not trained yet. PaddleFormers keeps
+            the remainder of an epoch for the next one, and trains every later batch with this delay.
+        ended: whether the loop is at the end of the epoch, after passes beyond the last step that ``samples`` does not
+            count.
     """
 
     epoch: int = 0
@@ -143,12 +123,12 @@ def pace_of(args: Any, passes: int | None = None) -> Pace:
 
 
 def to_document(position: Position, pace: Pace, order: SampleOrder) -> dict[str, Any]:
-    """Return the document of a position in a checkpoint."""
+    """Encode a position for a checkpoint; :func:`from_document` reads it."""
     return {"position": asdict(position), "pace": asdict(pace), "order": {**asdict(order), "parts": list(order.parts)}}
 
 
 class _Document(msgspec.Struct, forbid_unknown_fields=True):
-    """The document of :func:`to_document`."""
+    """The type of the result of :func:`to_document`."""
 
     position: Position
     pace: Pace
@@ -160,12 +140,12 @@ SavedData = tuple[Position, Pace, SampleOrder]
 
 
 class StepPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The position of a run of another format, which stores no order of its data.
+    """The position in a checkpoint of another format, which does not contain the order of the data.
 
     Attributes:
-        steps: optimizer steps done.
+        steps: completed optimizer steps.
         consumed: trained samples.
-        pace: the batch sizes; None if they are unknown.
+        pace: the batch sizes; None if unknown.
     """
 
     steps: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
@@ -176,10 +156,10 @@ class StepPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the position in the data of this run, as PaddleFormers computes it from steps.
 
         Args:
-            pace: batch sizes of this run, which the saved run had if its own are unknown.
-            order: order of this run, which the saved run must have had, except for the rounding to its ranks.
+            pace: batch sizes of this run; also used for the saved run if its own are unknown.
+            order: order of this run. The saved run must have had the same order, except for rounding to its ranks.
             passes: forward passes per rank in an epoch of this run; None if unknown, as for a stream.
-            drop_last: whether both runs leave out a last batch that is not full.
+            drop_last: whether both runs drop a last batch that is not full.
         """
         old = pace if self.pace is None else Pace(**msgspec.structs.asdict(self.pace))
         if not order.indexed or passes is None:
@@ -200,7 +180,7 @@ class _SavedPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def from_document(document: dict[str, Any], where: str) -> SavedData | StepPosition:
-    """Read the document of :func:`to_document`, or that of a checkpoint of another format.
+    """Decode the result of :func:`to_document`, or the position in a checkpoint of another format.
 
     Raises:
         FormatError: the document is damaged.
@@ -233,8 +213,8 @@ class Start:
 
     Args:
         position: the position; ``samples`` is 0 if the saved epoch is finished.
-        passes: number of forward passes of the epoch before it, the last ``position.waiting`` of them still to make.
-        order: the order in which the rest of the epoch is read; None for that of this run.
+        passes: forward passes of the epoch before it; the last ``position.waiting`` of them are still to be trained.
+        order: the order of the rest of the epoch; None for the order of this run.
     """
 
     position: Position
@@ -252,19 +232,19 @@ def start_after(
 ) -> Start:
     """Return the position at which a run continues.
 
-    The last passes of an epoch are made even if they are too few for a step: PaddleFormers adds their gradients to the
-    next step.
+    The last passes of an epoch run even if they are too few for a step: PaddleFormers adds their gradients to the next
+    step.
 
     Args:
         saved: position, batch sizes and order of the checkpoint.
         pace: batch sizes of this run.
         order: order of this run.
         passes: forward passes per rank in an epoch of this run; None if unknown, as for a stream.
-        pipeline: whether batches can wait in this run. If not, or with other batch sizes, it continues at the first
-            batch that waits.
-        drop_last: whether this run leaves out a last batch that is not full.
+        pipeline: whether batches can wait in this run. If not, or if batch sizes differ, the run continues at the first
+            waiting batch.
+        drop_last: whether this run drops a last batch that is not full.
     Raises:
-        OptionError: the trained samples are unknown under the settings of this run.
+        OptionError: the settings of this run do not determine which samples were trained.
     """
     position, old_pace, old_order = saved
     if not pipeline or pace != old_pace:
@@ -294,18 +274,18 @@ def start_after(
 
 
 def passes_of(length: int, pace: Pace, drop_last: bool = False) -> int:
-    """Return the forward passes that every data rank can make in an epoch of an order of this length."""
-    whole, left = divmod(length // pace.ranks, pace.micro_batch)
-    return whole + (left > 0 and not drop_last)
+    """Return the number of forward passes of every data rank in an epoch of this length."""
+    full, left = divmod(length // pace.ranks, pace.micro_batch)
+    return full + (left > 0 and not drop_last)
 
 
 def covered(position: Position, order: SampleOrder) -> int:
-    """Return the number of first samples of the data that a checkpoint identifies: all that may have been trained."""
+    """Return how many of the data's first samples may have been trained; a checkpoint contains a digest of these."""
     return order.length if order.shuffled else position.samples
 
 
 def _order_of_rest(old: SampleOrder, new: SampleOrder) -> SampleOrder | None:
-    """Return the order of the rest of an epoch whose permutation is not that of this run; None if it is, or unknown."""
+    """Return the order of the rest of the epoch if its permutation differs from this run's; None if not, or unknown."""
     shuffled = old.indexed and new.indexed and old.shuffled and new.shuffled
     if not shuffled or old.ends == new.ends or not _same_samples(old, new):
         return None
@@ -315,13 +295,13 @@ def _order_of_rest(old: SampleOrder, new: SampleOrder) -> SampleOrder | None:
 
 def _same_samples(old: SampleOrder, new: SampleOrder) -> bool:
     """Return whether the data begins with the samples that the saved run has permuted."""
-    if old.length > new.samples:  # Also a bound on the numbers of a document.
+    if old.length > new.samples:  # Also bounds the numbers of a damaged checkpoint.
         return False
     return old.corpus == new.corpus if old.corpus else old.samples == new.samples
 
 
 def _without_waiting(position: Position, pace: Pace) -> Position:
-    """Return the position before the batches that wait."""
+    """Return the position before the waiting batches."""
     waiting = position.waiting * pace.per_pass
     return replace(position, samples=position.samples - waiting, consumed=position.consumed - waiting, waiting=0)
 
@@ -343,13 +323,13 @@ def _order_faults(old: SampleOrder, new: SampleOrder) -> Iterator[str]:
 
 
 def epochs_left(start: Start, epochs: int, bounded_by_steps: bool, done: bool) -> int:
-    """Return the number of epochs that the loop of a resumed run makes.
+    """Return the number of epochs that a resumed loop still has to run.
 
     Args:
         start: the position at which it continues.
-        epochs: epochs of the whole run.
+        epochs: epochs of the complete run.
         bounded_by_steps: whether ``max_steps`` ends the run.
-        done: whether all steps have been made.
+        done: whether all steps are done.
     """
     if done:
         return 0
@@ -375,16 +355,16 @@ AVERAGE = ("flex_ema_decay", "flex_ema_interval")
 SETTINGS = (*OPTIMIZER, *SCHEDULE, *AVERAGE, "seed", *CORPUS)
 """The arguments of a run that are compared, in the order of the table."""
 
-OF_A_STREAM = "dataloader_num_workers"
-"""The argument that may decide the order of a stream and of nothing else."""
+STREAM_ARGUMENT = "dataloader_num_workers"
+"""An argument that may change the order of a stream, and of no other data."""
 
 _BATCH_ADVICE = (
-    "The run takes another number of samples per step. To train on as before, change per_device_train_batch_size or "
+    "The number of samples per step has changed. To keep it, change per_device_train_batch_size or "
     "gradient_accumulation_steps."
 )
 _STREAM_ADVICE = (
-    "The data is a stream. This run skips as many samples as were trained. If its order depends on "
-    "{keys}, samples are repeated and others left out. To train on as before, change it back; to read the data from "
+    "The data is a stream. This run skips as many samples as were trained. If the order of the stream depends on "
+    "{keys}, some samples are repeated and others are lost. To avoid that, change it back; to read the data from "
     "its beginning, set ignore_data_skip: true."
 )
 
@@ -393,28 +373,28 @@ def argument_changes(saved: Mapping[str, Any], now: Mapping[str, Any], streams: 
     """Compare the arguments of two runs.
 
     Args:
-        saved: the arguments that the checkpoint contains, by name.
-        now: those of this run.
+        saved: the arguments in the checkpoint, by name.
+        now: the arguments of this run.
         streams: whether the data is a stream.
     """
-    names = (*SETTINGS, OF_A_STREAM) if streams else SETTINGS
+    names = (*SETTINGS, STREAM_ARGUMENT) if streams else SETTINGS
     pairs = [(name, saved[name], now[name]) for name in names if name in saved and name in now]
     return [Change(name, value_text(old), value_text(new)) for name, old, new in pairs if old != new]
 
 
 def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
-    """Refuse to continue in the middle of an epoch whose samples are others now.
+    """Check that the settings still produce the samples of an epoch that a run continues.
 
-    A position is a number of samples, or of packs. Data of a script has none of the keys, and the samples of an indexed
-    corpus (``dataset_type: pretrain``) are compared by their fingerprint.
+    A script's own data has none of these settings. Samples of an indexed corpus (``dataset_type: pretrain``) are
+    compared by their digest instead.
 
     Args:
-        saved: the arguments that the checkpoint contains, by name.
-        now: those of this run.
+        saved: the arguments in the checkpoint, by name.
+        now: the arguments of this run.
         where: the checkpoint.
 
     Raises:
-        OptionError: with every such key.
+        OptionError: with every changed setting.
     """
     if now.get("dataset_type") == "pretrain" or not {"packing", "random_shuffle"} <= saved.keys() & now.keys():
         return
@@ -431,7 +411,7 @@ def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], where: 
     ]
     if faults:
         raise OptionError(
-            "The run cannot continue with the next sample: its settings make other samples of the data.",
+            "The run cannot continue with the next sample: its settings produce different samples from the data.",
             where=where,
             evidence=faults,
             next_step=SAME_SAMPLES,
@@ -439,10 +419,7 @@ def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], where: 
 
 
 def batch_changes(saved: Pace, now: Pace) -> list[Change]:
-    """Compare batches; under another number of data-parallel ranks only the global batch.
-
-    With another layout the share of a rank must change for the global batch to stay what it was.
-    """
+    """Compare batch sizes. If the number of data-parallel ranks differs, compare the global batch only."""
     rows = [("samples per step", saved.per_step, now.per_step)]
     if saved.per_step != now.per_step or saved.ranks == now.ranks:
         rows += [
@@ -466,11 +443,11 @@ def file_changes(manifest: Manifest, files: Mapping[str, bytes]) -> list[Change]
     """Compare files of a tokenizer or processor by their checksums.
 
     Args:
-        manifest: of the checkpoint.
-        files: the content of the files as this run would save them, by path.
+        manifest: the manifest of the checkpoint.
+        files: the contents of the files as this run would save them, by path.
     """
     changes = []
-    # The record of another format lists no files.
+    # Checkpoints of other formats list no files.
     for path, content in sorted(files.items()) if manifest.files else ():
         checksum, digest = manifest.record_of(path), checksum_of(path, content).digest
         if checksum is None or checksum.digest != digest:
@@ -483,9 +460,9 @@ def changes_text(step: int, changes: Iterable[Change], streams: bool = False) ->
     """Return the warning about all changes; empty without any.
 
     Args:
-        step: of the checkpoint.
+        step: the step of the checkpoint.
         changes: the differences.
-        streams: whether the data is a stream of which samples were trained.
+        streams: whether the data is a stream, some of whose samples were trained.
     """
     rows = list(changes)
     if not rows:
@@ -494,27 +471,30 @@ def changes_text(step: int, changes: Iterable[Change], streams: bool = False) ->
     lines = [f"This run differs from the one that saved step {step}:", *(f"  {line}" for line in table(rows))]
     if "samples per step" in keys:
         lines.append(_BATCH_ADVICE)
-    ordering = [key for key in keys if key in ("seed", OF_A_STREAM, *CORPUS)]
+    ordering = [key for key in keys if key in ("seed", STREAM_ARGUMENT, *CORPUS)]
     if streams and ordering:
         lines.append(_STREAM_ADVICE.format(keys=" or ".join(ordering)))
     return "\n".join(lines)
 
 
-_LOOKED_AT = 256
+_DIGESTED_SAMPLES = 256
 
 
 def digest(dataset: Any, count: int) -> str:
-    """Return the digest of the first samples of a dataset; empty for a dataset without such an index.
+    """Return a digest of the first samples of an indexed corpus; empty for other data.
+
+    PaddleFormers distributes a corpus to as many samples as the run needs, so another ``max_steps`` or global batch may
+    change all samples. The digest covers the documents and offsets of evenly spaced samples.
 
     Args:
-        dataset: PaddleFormers' ``GPTDataset``, or its ``BlendableDataset`` of several.
+        dataset: PaddleFormers' ``GPTDataset``, or a ``BlendableDataset`` of several.
         count: number of samples.
     """
     if not _is_indexed(dataset) or not 0 < count <= len(dataset):
         return ""
-    chosen = np.unique(np.linspace(0, count - 1, _LOOKED_AT).astype(np.int64))
-    places = [_place(dataset, int(index)) for index in chosen]
-    return xxhash.xxh3_128_hexdigest(repr((count, places)).encode())
+    chosen = np.unique(np.linspace(0, count - 1, _DIGESTED_SAMPLES).astype(np.int64))
+    locations = [_location(dataset, int(index)) for index in chosen]
+    return xxhash.xxh3_128_hexdigest(repr((count, locations)).encode())
 
 
 def _is_indexed(dataset: Any) -> bool:
@@ -523,11 +503,11 @@ def _is_indexed(dataset: Any) -> bool:
     return hasattr(dataset, "shuffle_idx")
 
 
-def _place(dataset: Any, index: int) -> tuple[int, ...]:
-    """Return where a sample is: the number of its dataset, its first and last document, and the offsets in them."""
+def _location(dataset: Any, index: int) -> tuple[int, ...]:
+    """Return the location of a sample: the index of its dataset, its first and last document, and offsets in them."""
     if hasattr(dataset, "dataset_index"):
         number = int(dataset.dataset_index[index])
-        return (number, *_place(dataset.datasets[number], int(dataset.dataset_sample_index[index])))
+        return (number, *_location(dataset.datasets[number], int(dataset.dataset_sample_index[index])))
     row = int(dataset.shuffle_idx[index])
     (first, begin), (last, end) = dataset.sample_idx[row], dataset.sample_idx[row + 1]
     return int(dataset.doc_idx[first]), int(begin), int(dataset.doc_idx[last]), int(end)
