@@ -1,24 +1,13 @@
-"""Start from open weights: read a directory of safetensors files into a live model, under any layout.
+"""Load open weights and adapters from safetensors files into a live model, under any layout.
 
-:func:`load_open_weights` fills an existing model. If :mod:`.options` has chosen this package, the replaced
-``PretrainedModel.from_pretrained`` builds the model as PaddleFormers does, with the same random numbers, and fills it
-in the same way. Every rank reads the ranges of its own shards, through the family's mapping; nothing changes unless all
-weights fit. Floating dtypes are cast to the model's.
+:func:`load_open_weights` fills an existing model. The replacements of ``PretrainedModel.from_pretrained`` and
+``LoRAModel.from_pretrained`` build the model as PaddleFormers does, with the same random numbers, and fill it in the
+same way. Every rank reads the ranges of its own shards through the family's mapping, and casts floating dtypes to the
+model's. No weight changes unless all weights fit.
 
-The source of a model's weights: a Trainer refuses a model that PaddleFormers' ``from_pretrained`` has filled.
-
-That loader skips what does not fit: a tensor of another shape is cut or left out, and the job trains. The replaced
-``from_pretrained`` therefore notes it on the model. Our reader notes the models that it has filled. What a script
-assigns itself is not checked.
-
-The note is an attribute, so that it survives a copy of the model and a model that is put into another one.
-
-Give a model adapters that are read from files, in place of ``LoRAModel.from_pretrained``.
-
-PaddleFormers' ``lora_path`` names such a directory. The layers with adapters are those of ``lora_config.json``, or in
-PEFT's format those of the stored tensors. PEFT names canonical layers, and PaddleFormers takes patterns of the layers
-of a model. These layers are found by the rules of the model, and by the last part of a name, because pipelines number
-layers differently.
+PaddleFormers' own loader skips mismatches: it cuts or omits tensors of other shapes. So the replacement marks each
+model that it lets PaddleFormers fill as unverified, and a Trainer with ``flex_checkpoint`` rejects such a model. The
+mark is an attribute of the layer, so it survives a copy and nesting in another model.
 """
 
 from __future__ import annotations
@@ -61,21 +50,21 @@ _VERIFIED = ""
 
 
 def note_unverified(model: Any, loader: str) -> None:
-    """Note that a loader has filled a model without a comparison.
+    """Mark a model as filled by a loader that does not check for mismatches.
 
     Args:
         model: a ``paddle.nn.Layer``.
-        loader: the loader's name and what it has read, for the error.
+        loader: the loader's call, for the error message.
     """
     setattr(model, _SOURCE, loader)
 
 
 def note_verified(model: Any, completely: bool) -> None:
-    """Note that our reader has filled a model.
+    """Mark a model as filled by this package.
 
     Args:
         model: a ``paddle.nn.Layer``.
-        completely: whether no tensor has kept its values; then what other loaders have filled is gone.
+        completely: whether every tensor was overwritten; this removes the marks of other loaders.
     """
     for layer in model.sublayers(include_self=True) if completely else ():
         layer.__dict__.pop(_SOURCE, None)
@@ -84,15 +73,15 @@ def note_verified(model: Any, completely: bool) -> None:
 
 
 def is_verified(model: Any) -> bool:
-    """Return whether our reader has filled a model."""
+    """Return whether this package has filled a model."""
     return getattr(model, _SOURCE, None) == _VERIFIED
 
 
 def require_verified(model: Any) -> None:
-    """Refuse a model that PaddleFormers' loader has filled, also as a part of it.
+    """Check that PaddleFormers' loader has filled neither a model nor any layer of it.
 
     Raises:
-        OptionError: with every layer that was filled by it.
+        OptionError: with every layer that it has filled.
     """
     layers = model.named_sublayers(include_self=True)
     found = [f"{name or 'the model'}: {source}" for name, one in layers if (source := getattr(one, _SOURCE, _VERIFIED))]
@@ -117,7 +106,7 @@ _IGNORED = (
     "force_download",
     "flex_ckpt_comm_method",
 )
-"""Arguments of ``from_pretrained`` for PaddleFormers' own loader."""
+"""Arguments of ``from_pretrained`` that only PaddleFormers' own loader uses."""
 
 _REFUSED: dict[str, Callable[[Any], bool]] = {
     "state_dict": lambda given: given is not None,
@@ -127,32 +116,32 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
     "use_safetensors": lambda given: given is False,
     "load_checkpoint_format": lambda given: given != "flex_checkpoint",
 }
-"""Arguments of ``from_pretrained`` that select other weights than those of the directory, with predicates of values."""
+"""Arguments of ``from_pretrained`` that change which weights are loaded; the predicates select unsupported values."""
 
-_READING = "reading what describes the model"
+_READING = "reading the description of the model"
 _MODEL = Kind("a model of PaddleFormers", lambda value: _is_model(unwrap_model(value)))
 
 
 def load_open_weights(
     model: Any, directory: str | PathLike[str] | RemotePath, threads: int = 4, verify: str = "full"
 ) -> LoadReport:
-    """Fill a model with the weights of a Hugging Face directory. Every rank must call.
+    """Load the weights of a Hugging Face directory into a model. Every rank must call.
 
-    Tensors that the family declares optional may be absent from the files, and then keep their initial values, or be
-    there without a counterpart in the model. Either is logged once.
+    Tensors that the family declares optional may be missing from the files, and then keep their initial values, or from
+    the model. Either is logged once.
 
     Args:
         model: the model as it was built, before or after its parallel wrapper.
-        directory: safetensors files in canonical names, with their index: a path, or a URL such as
+        directory: safetensors files with canonical names, and their index: a path, or a URL such as
             ``s3://bucket/model``.
         threads: how many tensors are filled at a time.
-        verify: the comparison with the ``flex_checksums.json`` of an export, if there is one. ``full`` compares all
-            reads of this rank, ``size`` only sizes and small files.
+        verify: how thoroughly to check files that have a ``flex_checksums.json``, as exports do. ``full`` compares
+            everything that this rank reads, ``size`` only sizes and metadata files.
 
     Raises:
         OptionError: an argument is invalid.
-        FlexError: the same on every rank, before any weight has changed, where files are missing or damaged, or names,
-            shapes or dtypes do not fit.
+        FlexError: the same on every rank, before any weight has changed: files are missing or damaged, or names, shapes
+            or dtypes do not fit.
     """
     require(_MODEL, model=model)
     require(DIRECTORY, directory=directory)
@@ -170,17 +159,17 @@ def _from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[s
 
     Args:
         cls: the class of the model.
-        named: a directory, its URL, or a name that PaddleFormers finds on a hub.
-        options: how the weights are read, and how long a rank waits for the others.
+        named: a directory, its URL, or the name of a model on a hub that PaddleFormers supports.
+        options: how to read the weights, and how long ranks wait for each other.
         keywords: the keyword arguments of ``from_pretrained``.
 
     Returns:
-        the model; every weight is from the files, or reported as one that the family declares optional.
+        the model. Weights that are not in the files are reported, and the family declares them optional.
 
     Raises:
         OptionError: an argument is not supported.
         MappingError: no family declares the model, and its class has no statements.
-        MismatchError: the directory is one of another type of model.
+        MismatchError: the directory contains another type of model.
         FlexError: as :func:`load_open_weights`.
     """
     _check_arguments(cls, keywords)
@@ -197,10 +186,13 @@ def _from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[s
     documents.correct(config, described[0])
     config.dtype = dtype or config.dtype or paddle.get_default_dtype()
     model = cls._from_config(config, dtype=config.dtype, **given)
-    # The checksums of an export, where there are any, are compared unless verification is switched off.
-    verify = "off" if options.flex_verify == "off" else "full"
-    _fill(model, directory, channel, read_options(options), verify, described)
+    _fill(model, directory, channel, read_options(options), _verify_level(options), described)
     return model
+
+
+def _verify_level(options: FlexFields) -> str:
+    """Return how to check open weights: their checksums, if there are any, unless verification is off."""
+    return "off" if options.flex_verify == "off" else "full"
 
 
 def _fill(
@@ -214,7 +206,7 @@ def _fill(
     if isinstance(unwrap_model(model), LoRAModel):
         return _fill_adapters(unwrap_model(model), source, channel, options, verify)
     own_statements.adopt(model, channel)
-    described = described or run_on_all(channel, _READING, lambda: _describing(model, source))
+    described = described or run_on_all(channel, _READING, lambda: _read_description(model, source))
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
     with base_fingerprint.until_filled(model, source):
         report = load.fill()
@@ -231,32 +223,30 @@ def _fill(
     return report
 
 
-def _describing(model: Any, source: AnyPath) -> tuple[dict[str, Any], bytes | None]:
-    """Read what describes a model that a caller has built."""
+def _read_description(model: Any, source: AnyPath) -> tuple[dict[str, Any], bytes | None]:
     described = documents.read_documents(source)
     documents.check_positions(model, described[0])
     return described
 
 
 def load_adapters(model: LoRAModel, directory: AnyPath, channel: Channel, options: FlexFields) -> None:
-    """Fill the adapters of a model from files. Every rank must call.
+    """Load adapters from files into a model. Every rank must call.
 
     Args:
         model: the model with adapters.
         directory: the files of PEFT or of PaddleFormers.
         channel: all ranks of the job.
-        options: how they are read.
+        options: how to read them.
     Raises:
         FlexError: the same on every rank, before any weight changes: the files do not fit the model.
     """
-    verify = "off" if options.flex_verify == "off" else "full"
-    _fill_adapters(model, directory, channel, read_options(options), verify)
+    _fill_adapters(model, directory, channel, read_options(options), _verify_level(options))
 
 
 def _fill_adapters(
     model: LoRAModel, source: AnyPath, channel: Channel, options: ReadOptions, verify: str
 ) -> LoadReport:
-    """Fill the adapters of a model, and keep its base and everything that describes it."""
+    """Fill the adapters of a model. The base, its configuration and its mapping stay."""
     adapter_checks.check_supported(model, channel)
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
     with base_fingerprint.until_filled(model, source):
@@ -292,14 +282,13 @@ def _configuration(cls: Any, named: Any, given: dict[str, Any], source: dict[str
 
 
 def _check_type(cls: Any, config: Any, named: Any) -> None:
-    """Refuse a directory of another type of model: PaddleFormers only warns, and adds missing keys to its
-    configuration."""
+    """Check that a directory contains the type of model that the class builds; PaddleFormers only warns."""
     kind = getattr(type(config), "model_type", config.model_type)
     if config.model_type != kind:
         raise MismatchError(
-            f"{cls.__name__} builds models of type {kind}, and the weights are those of another type.",
+            f"{cls.__name__} builds models of type {kind}, and the weights belong to a model of another type.",
             where=str(named),
-            evidence=[f"model_type: stored {config.model_type}, wanted {kind}"],
+            evidence=[f"model_type: stored {config.model_type}, expected {kind}"],
             next_step="Use AutoModelForCausalLM, which chooses the class by config.json, or name another directory.",
         )
 
@@ -318,14 +307,14 @@ def _check_not_quantized(config: Any) -> None:
 
 
 def _directory(cls: Any, named: str, config: Any, source: dict[str, Any]) -> AnyPath:
-    """Return the directory that a name refers to: local, of a store, or PaddleFormers' download of a hub."""
+    """Return the directory of a model: a local one, a URL, or PaddleFormers' download from a hub."""
     subfolder = source["subfolder"] or ""
     found = parse_path(named)
     if isinstance(found, RemotePath) or os.path.isdir(named):
         return found / subfolder if subfolder else found
     if os.path.isfile(named):
         raise NotACheckpoint(
-            "Open weights are a directory, and this is a file.",
+            "Open weights must be a directory, and this is a file.",
             where=named,
             next_step=f"Name the directory, {os.path.dirname(named) or '.'}.",
         )
@@ -334,9 +323,9 @@ def _directory(cls: Any, named: str, config: Any, source: dict[str, Any]) -> Any
             named, **{**source, "subfolder": subfolder}, config=config, use_safetensors=True
         )
         return Path(os.path.commonpath([os.path.dirname(one) for one in (files if sharded else [file])]))
-    except Exception as error:  # The clients of four hubs.
+    except Exception as error:  # The clients of four hubs raise errors of many types.
         raise NotACheckpoint(
-            f"{named} is neither a directory nor a model of a hub with safetensors files.",
+            f"{named} is neither a directory nor a model on a hub with safetensors files.",
             where=named,
             evidence=[f"{type(error).__name__}: {error}"],
             next_step="Correct model_name_or_path, or download the model and name its directory.",
@@ -354,9 +343,9 @@ def read_adapters(cls: Any, model: Any, lora_path: Any, options: FlexFields, key
     Args:
         cls: ``LoRAModel``, or a subclass of it.
         model: the base.
-        lora_path: the directory, of PEFT or of PaddleFormers.
-        options: how it is read.
-        keywords: of ``LoRAModel.from_pretrained``; ``lora_config`` replaces the configuration of the directory.
+        lora_path: the directory, in the format of PEFT or of PaddleFormers.
+        options: how to read it.
+        keywords: arguments of ``LoRAModel.from_pretrained``; ``lora_config`` replaces the directory's configuration.
     Raises:
         FlexError: the same on every rank: the adapters cannot be read, or do not fit the model.
     """
@@ -369,12 +358,21 @@ def read_adapters(cls: Any, model: Any, lora_path: Any, options: FlexFields, key
 
 
 def _config(model: Any, directory: AnyPath, channel: Channel) -> LoRAConfig:
-    def look() -> tuple[dict[str, set[bool]], list[str], list[str]]:
+    """Return the configuration of adapters: ``lora_config.json``, or one derived from PEFT's files.
+
+    PEFT names canonical layers, and PaddleFormers' patterns name layers of the model. Match them by the rules of the
+    model and by the last part of a name, because pipelines number layers differently.
+    """
+
+    def adapted_layers() -> tuple[dict[str, set[bool]], list[str], list[str]]:
         opened = open_weights(directory, "size", adapters=True)
         return _layers(opened, _rules(model)) if opened.format.canonical else ({}, [], [])
 
     everyone = all_gather_checked(
-        channel, "looking for the layers of the adapters", look, tuple[dict[str, set[bool]], list[str], list[str]]
+        channel,
+        "looking for the layers of the adapters",
+        adapted_layers,
+        tuple[dict[str, set[bool]], list[str], list[str]],
     )
     opened = open_weights(directory, "size", adapters=True)
     if not opened.format.canonical:
@@ -393,7 +391,7 @@ def _config(model: Any, directory: AnyPath, channel: Channel) -> LoRAConfig:
     faults = sorted({fault for _, _, theirs in everyone for fault in theirs}) + mixed
     if faults:
         raise MismatchError(
-            "No patterns of PaddleFormers give exactly the layers of these adapters.",
+            "No patterns of PaddleFormers select exactly the layers of these adapters.",
             where=str(directory),
             evidence=fold(faults),
             next_step="Create LoRAModel(model, LoRAConfig(...)) in a script, and call load_open_weights.",
@@ -406,8 +404,8 @@ def _config(model: Any, directory: AnyPath, channel: Channel) -> LoRAConfig:
     unlisted = [name for name in trained if not _is_listed(name, stored)]
     if unlisted and channel.rank == 0:
         logger.warning(
-            f"{directory} has tensors of the base beside its adapters that modules_to_save and bias do not list, such "
-            f"as an embedding that PEFT has saved. They are read, and trained by this run: {'; '.join(fold(unlisted))}."
+            f"{directory} also contains tensors of the base that modules_to_save and bias do not list, such as an "
+            f"embedding that PEFT has saved. This run reads and trains them: {'; '.join(fold(unlisted))}."
         )
     return LoRAConfig(
         r=stored.r,
@@ -432,7 +430,7 @@ def _rules(model: Any) -> RuleSet:
 
 
 def _layers(opened: OpenedCheckpoint, rules: RuleSet) -> tuple[dict[str, set[bool]], list[str], list[str]]:
-    """Return by the last part of a layer's name whether such layers have adapters, trained tensors, and faults."""
+    """Return whether layers have adapters, by the last part of their names; names of trained tensors; and faults."""
     stored = opened.catalog.roles[MODEL_STATE]
     adapted = {name.removesuffix(f".{B}{_WEIGHT}") for name in stored if name.endswith(f".{B}{_WEIGHT}")}
     trained = {name for name in stored if not is_adapter(name)}
@@ -453,7 +451,7 @@ def _layers(opened: OpenedCheckpoint, rules: RuleSet) -> tuple[dict[str, set[boo
 
 
 def replaced_from_pretrained(owner: Any) -> Any:
-    """Return the replacement of ``PretrainedModel.from_pretrained``."""
+    """Return the replacement for ``PretrainedModel.from_pretrained``."""
     original = vars(owner)["from_pretrained"].__func__
 
     @functools.wraps(original)
@@ -477,7 +475,7 @@ def replaced_from_pretrained(owner: Any) -> Any:
 
 
 def replaced_from_adapters(owner: Any) -> Any:
-    """Return the replacement of ``LoRAModel.from_pretrained``."""
+    """Return the replacement for ``LoRAModel.from_pretrained``."""
     original = vars(owner)["from_pretrained"].__func__
 
     @functools.wraps(original)

@@ -1,7 +1,7 @@
-"""The record that each rank leaves for the process that started it: its progress, process id, and error.
+"""Status files: each rank writes its progress, process id and error for the process that started it.
 
-The starter sets the environment variable :data:`RECORDS` to a directory, and reads figures and errors there instead of
-log lines. :mod:`.progress_recorder` records the progress. This module does not import Paddle.
+That process sets the environment variable :data:`RECORDS` to a directory, and reads these files instead of parsing
+logs. :class:`.callback.ProgressRecorder` writes the progress. This module does not import Paddle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RECORDS = "PADDLEFORMERS_FC_RECORDS"
 
 _MAX_BYTES = 256 * 1024 * 1024
 _written: dict[Path, RankRecord] = {}
-"""The records of this process, complete also where a write has failed."""
+"""The records of this process, which stay complete if a write fails."""
 
 
 class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -34,9 +34,9 @@ class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         step: the last step that was logged or saved; None before the first.
         loss: the last logged loss as text, because JSON has no NaN; None before the first.
         checkpoint: path of the last saved checkpoint; None before the first.
-        process: id of the process.
+        process: the process id.
         listens: whether the rank handles the signal of ``flex_save_on_signal``.
-        error: the error that ended the rank, as :meth:`.FlexError.to_wire` writes it; else None.
+        error: the error that ended the rank, as encoded by :meth:`.FlexError.to_wire`; else None.
     """
 
     resumed: int | None = None
@@ -49,7 +49,7 @@ class RankRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def update_record(**changes: Any) -> None:
-    """Replace the record of this rank by one with these changes, if a starter reads it."""
+    """Change fields of this rank's record; do nothing without :data:`RECORDS`."""
     if RECORDS not in os.environ:
         return
     path = Path(os.environ[RECORDS], f"rank-{int(os.environ.get('PADDLE_TRAINER_ID', '0')):05d}.json")
@@ -63,7 +63,7 @@ def update_record(**changes: Any) -> None:
 
 
 def begin_record() -> None:
-    """Record this process, and later the error of this package with which it ends."""
+    """Record the process id, and install a hook that records an error of this package that ends the process."""
     update_record(process=os.getpid())
     previous = sys.excepthook
 
@@ -84,7 +84,7 @@ def read_records(directory: Path) -> list[RankRecord]:
 
 
 def read_error(directory: Path) -> FlexError | None:
-    """Return the error of the ranks. All leave the same one, unless some only noticed that another rank was gone."""
+    """Return the error of the ranks: all record the same one, except ranks that only noticed that another was gone."""
     errors = [from_wire(record.error) for record in read_records(directory) if record.error is not None]
     return min(errors, key=lambda error: isinstance(error, PeerError), default=None)
 
@@ -92,5 +92,5 @@ def read_error(directory: Path) -> FlexError | None:
 def _read(path: Path) -> RankRecord:
     try:
         return msgspec.json.decode(read_document(path, _MAX_BYTES), type=RankRecord)
-    except msgspec.MsgspecError:  # Of a full disk, or of another program.
+    except msgspec.MsgspecError:  # The disk was full, or another program has written the file.
         return RankRecord()

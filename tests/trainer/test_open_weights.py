@@ -200,7 +200,7 @@ def refuse(llama: Path, ernie: Path, repository: Path, output_dir: Path) -> None
     assert "or correct the config.json beside them" in heads
     family = load(ernie, config={})
     assert family.startswith("MismatchError: The open weights and the model do not fit: 1 difference.")
-    assert "model_type: stored ernie4_5, wanted llama" in family
+    assert "model_type: stored ernie4_5, expected llama" in family
     positional = load(llama, 1)
     assert "does not support positional arguments of the model" in positional
     assert "- 1 argument after the path" in positional
@@ -212,7 +212,7 @@ def refuse(llama: Path, ernie: Path, repository: Path, output_dir: Path) -> None
         ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
         ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"),
     ):
-        assert f"model_type: stored llama, wanted {model_type}" in load(cls=cls)
+        assert f"model_type: stored llama, expected {model_type}" in load(cls=cls)
 
 
 def test_arguments_and_weights_that_do_not_fit_are_refused_with_the_reason(
