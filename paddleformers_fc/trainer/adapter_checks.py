@@ -1,7 +1,7 @@
-"""The refusal of adapters that cannot be saved or loaded, with every reason.
+"""Check that LoRA adapters can be saved and loaded, and report every reason why not.
 
-A Trainer checks them when it is constructed; functions for scripts and readers of adapters check them before they read
-or write. All ranks raise the same error.
+A Trainer checks its adapters when it is constructed; ``save``, ``load`` and ``LoRAModel.from_pretrained`` check them
+before they read or write. All ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from paddleformers_fc.families.description import A
 from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.library import has_adapters, unwrap_model
 
-_MARKS_OF_EXPERTS = ("expert", "no_sync", "color")
+_EXPERT_ATTRIBUTES = ("expert", "no_sync", "color")
 
 
 def check_supported(model: Any, channel: Channel) -> None:
-    """Refuse adapters that cannot be saved or loaded. Every rank must call.
+    """Check that the adapters of a model can be saved and loaded. Every rank must call.
 
     Args:
         model: any model, or a wrapper of it.
         channel: all ranks of the job.
     Raises:
-        OptionError: the same on every rank: with every option and layer of PaddleFormers that is not supported, and
-            the reason.
+        OptionError: the same on every rank; it lists every unsupported option and layer with the reason.
     """
     model = unwrap_model(model)
     if has_adapters(model):
@@ -35,9 +34,9 @@ def check_supported(model: Any, channel: Channel) -> None:
 
 
 def check_trained(model: Any, channel: Channel) -> None:
-    """Refuse adapters none of whose tensors is trained on any rank. Every rank must call.
+    """Check that at least one rank trains a tensor of a model with adapters. Every rank must call.
 
-    A stage of a pipeline may have no trained tensor.
+    A single pipeline stage may have no trained tensor.
 
     Args:
         model: any model, or a wrapper of it.
@@ -72,25 +71,25 @@ def _faults(model: Any) -> Iterator[str]:
     quantization = getattr(model.config, "quantization_config", None)
     layers = [(name, layer) for name, layer in model.model.named_sublayers()]
     if model.quantized or (quantization is not None and quantization.is_weight_quantize()):
-        yield "a quantized base: PaddleFormers stores its weights and scales in layouts of their kernels"
+        yield "a quantized base: PaddleFormers stores its weights and scales in kernel-specific layouts"
     if config.loraga:
-        yield "loraga: PaddleFormers changes the base when it initialises the adapters, so that no file contains it"
+        yield "loraga: PaddleFormers changes the base when it initialises the adapters, and no file contains the result"
     if config.do_qat:
-        yield "do_qat: the scales of quantization are no parameters of a declared layer"
+        yield "do_qat: the quantization scales are not parameters of a declared layer"
     for kind, reason in _LAYERS.items():
         names = [name for name, layer in layers if _is_of(layer, (kind,))]
         if names:
             yield f"{kind} ({names[0]}{', ...' if len(names) > 1 else ''}): {reason}"
-    other = [(name, layer) for name, layer in layers if _is_unknown(layer)]
-    if other:
-        name, layer = other[0]
-        more = ", ..." if len(other) > 1 else ""
+    unknown = [(name, layer) for name, layer in layers if _is_unknown(layer)]
+    if unknown:
+        name, layer = unknown[0]
+        more = ", ..." if len(unknown) > 1 else ""
         yield f"{type(layer).__name__} ({name}{more}): unknown class of adapters; known are {', '.join(_SUPPORTED)}"
-    foreign = [name for name, layer in layers if _is_averaged(layer)]
-    if foreign:
+    averaged = [name for name, layer in layers if _is_averaged(layer)]
+    if averaged:
         yield (
-            f"expert parallelism: PaddleFormers does not mark adapters of experts ({foreign[0]}, ...) as parameters of "
-            "one rank, and averages those of different experts; leave experts out of target_modules"
+            f"expert parallelism: PaddleFormers does not mark adapters of experts ({averaged[0]}, ...) as parameters "
+            "of one rank, and averages adapters of different experts; leave experts out of target_modules"
         )
     yield from _split_ties(model)
     merged = [name for name, layer in layers if getattr(layer, "merged", False)]
@@ -100,12 +99,12 @@ def _faults(model: Any) -> Iterator[str]:
 
 _LAYERS: Mapping[str, str] = {
     "QuantizationLoRABaseLinear": "its base is quantized",
-    "LoRAConv2D": "no family declares a convolution with adapters",
+    "LoRAConv2D": "no model family declares a convolution with adapters",
     "LoRAMoeExperts": "PaddleFormers does not describe the shards of adapters of stacked experts",
     "FleetLoRAMoeExperts": "it needs PaddleFleet's grouped experts, and PaddleFleet is on no public index",
 }
 
-# Their subclasses for PaddleFleet have the same parameters.
+# PaddleFleet's subclasses have the same parameters.
 _SUPPORTED = (
     "LoRALinear",
     "ColumnParallelLoRALinear",
@@ -116,7 +115,7 @@ _SUPPORTED = (
 
 
 def _is_unknown(layer: Any) -> bool:
-    """Return whether a layer has parameters of adapters, and is neither supported nor refused with a reason."""
+    """Return whether a layer has adapter parameters and its class is in neither table."""
     if _is_of(layer, (*_LAYERS, *_SUPPORTED)):
         return False
     return any("lora_" in name for name, _ in layer.named_parameters(include_sublayers=False))
@@ -127,7 +126,7 @@ def _is_of(layer: Any, classes: Sequence[str]) -> bool:
 
 
 def _split_ties(model: Any) -> Iterator[str]:
-    """Yield tied tensors that are trained under one of their names only, in a pipeline, where each name has a copy."""
+    """Yield tied tensors that a pipeline, which copies them, trains under only one of their names."""
     patterns = model.lora_config.trainable_modules or ()
     if getattr(model.config, "pipeline_model_parallel_size", 1) <= 1 or not patterns:
         return
@@ -136,13 +135,13 @@ def _split_ties(model: Any) -> Iterator[str]:
         if len(matched) == 1:
             yield (
                 f"trainable_modules: {matched[0]} is trained, and {owner} and {alias} are tied: under pipeline "
-                "parallelism they are copies, and the other one would not change; name both"
+                "parallelism they are copies, and the other copy would not change; name both"
             )
 
 
 def _is_averaged(layer: Any) -> bool:
-    """Return whether the weight of a layer belongs to the experts of this rank, and its adapter to all ranks."""
+    """Return whether PaddleFormers averages an adapter over ranks although its weight is an expert of this rank."""
     adapter, weight = getattr(layer, A, None), getattr(layer, "weight", None)
     if adapter is None or weight is None:
         return False
-    return any(bool(getattr(weight, mark, None)) != bool(getattr(adapter, mark, None)) for mark in _MARKS_OF_EXPERTS)
+    return any(bool(getattr(weight, name, None)) != bool(getattr(adapter, name, None)) for name in _EXPERT_ATTRIBUTES)

@@ -1,19 +1,15 @@
 """Asynchronous saves, under ``flex_async_save``.
 
-Before the first step of a loop its saves are planned, and memory for what this rank writes is allocated. At the step
-that is saved all ranks compare their plans. The training thread captures the Trainer's state, and begins to copy into
-this memory (:mod:`~paddleformers_fc.execute.async_snapshot`). A thread goes on with it during the next passes, and the
-next update waits for the copy (:mod:`.ema`). Then the thread writes.
+Saves are planned, and a buffer for this rank's shards is allocated, before the first step. At a save, the training
+thread compares plans with the other ranks, captures the Trainer's state and begins the copy into the buffer. A save
+thread finishes the copy during the next passes (the next update waits for it, see :mod:`.ema`) and writes the files.
 
-The thread never communicates. At step ends the training threads agree whether all ranks have written
-(:mod:`~paddleformers_fc.distributed.step_agreement`), and exchange checksums at the end of the same step. Then the
-thread of the coordinator commits, and after another agreement it deletes old checkpoints. When that is agreed, every
-training thread reports the save at the end of the same step: reporters and ``on_save`` receive the state of the saved
-step, or the error of the save is raised. The end of the loop waits for the save under way.
+The save thread never communicates. At step ends the training threads agree whether all ranks have written, and
+exchange checksums (:mod:`~paddleformers_fc.distributed.step_agreement`). The coordinator's save thread then commits
+and, after another agreement, deletes old checkpoints. Finally all training threads report the save at the end of the
+same step, or raise its error. One save runs at a time; the next one, and the end of the loop, wait for it.
 
-One save may be under way, with a thread and a buffer. A further save waits for it.
-
-Memory: what this rank writes, and the parts of replicas that it hashes.
+Memory: what this rank writes, and the ranges of replicas that it hashes.
 """
 
 from __future__ import annotations
@@ -56,19 +52,19 @@ from paddleformers_fc.trainer.tiers import Tier
 
 @dataclass(eq=False)
 class _Save:
-    """A save that is under way.
+    """The save in progress.
 
     Args:
-        prepared: the save.
-        state: the Trainer's state at its step.
-        transfers: its copies between host and devices.
-        measuring: ends their count.
-        waited: seconds that the training thread had waited for reads when it had begun.
-        blocked: seconds that the training thread took to begin it.
-        parts: the rest of its work.
-        part: the part that the thread does.
-        done: ends with it.
-        report: reports the result, once there is one.
+        prepared: the prepared save.
+        state: the Trainer's state at the saved step.
+        transfers: counts copies between host and devices.
+        measuring: stops this count when it is closed.
+        waited: seconds for which the update barrier had blocked training when the save began.
+        blocked: seconds that the training thread took to begin the save.
+        parts: the remaining work.
+        part: the work that the save thread does now.
+        done: the future of this work.
+        report: reports the result; None until the save has ended.
         is_event_deferred: whether ``on_save`` is called when the save is reported.
     """
 
@@ -86,7 +82,7 @@ class _Save:
 
 
 class AsyncSaves:
-    """The saves of one Trainer, one at a time, as :class:`.session.Saver`; called on the training thread."""
+    """The asynchronous :class:`.session.Saver` of one Trainer. All methods run on the training thread."""
 
     def __init__(self) -> None:
         self._buffer = SnapshotBuffer()
@@ -95,9 +91,9 @@ class AsyncSaves:
         self._in_loop = False
 
     def save(self, session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
-        """Begin to save the present step.
+        """Begin to save the current step.
 
-        While ``output_dir`` is written, a local save blocks training for its own time, and not for the slower disk.
+        A local save that falls into a save to ``output_dir`` is blocking, so that it does not wait for the slower disk.
         """
         if tier.is_local and self._save is not None and not self._save.prepared.tier.is_local:
             SyncSaves().save(session, metrics, tier)
@@ -109,7 +105,7 @@ class AsyncSaves:
         prepared = prepare(session, metrics, tier)
         measuring = ExitStack()
         transfers = measuring.enter_context(measured_transfers())
-        # The thread fills both before it writes.
+        # The save thread fills both before it writes.
         files: dict[str, bytes] = {}
         tensors: dict[str, Mapping[str, HostPieces]] = {}
         part = outcome(lambda: structs.replace(prepared.part(), files=files))
@@ -140,7 +136,7 @@ class AsyncSaves:
 
     @property
     def under_way(self) -> Part | None:
-        """The part of a save that all ranks do; equal on all of them."""
+        """The part of a save that runs now; the same on all ranks."""
         return None if self._save is None or self._save.report is not None else self._save.part
 
     @property
@@ -149,7 +145,7 @@ class AsyncSaves:
         return self._save is not None and self._save.done.done()
 
     def advance(self, session: Session) -> None:
-        """Exchange what the ranks have done, and begin the next part. All ranks call at the end of the same step."""
+        """Exchange the results of a part, and begin the next one. All ranks call at the end of the same step."""
         save = self._save
         if save is None:
             return
@@ -168,7 +164,7 @@ class AsyncSaves:
         """Report a save that has ended. All ranks call at the end of the same step.
 
         Raises:
-            FlexError: that of the save, the same on every rank.
+            FlexError: the save failed; the same on every rank.
         """
         save = self._save
         if save is not None and save.report is not None:
@@ -178,7 +174,7 @@ class AsyncSaves:
 
     @contextmanager
     def draining(self, session: Session) -> Iterator[None]:
-        """Context manager around the training loop; at its end every save is committed."""
+        """Context manager around the training loop; its exit waits for the save in progress."""
         self._in_loop = True
         try:
             self._allocate(session)
@@ -191,31 +187,31 @@ class AsyncSaves:
             self._in_loop = False
 
     def finish(self, session: Session) -> None:
-        """Wait until the save under way is committed.
+        """Wait until the save in progress is committed.
 
         Raises:
-            FlexError: that of the save, the same on every rank.
+            FlexError: the save failed; the same on every rank.
         """
         self._wait(session, "before training can end")
 
     def _finish_after_error(self, session: Session) -> None:
-        """Wait for the save under way after an error of training, which takes precedence."""
+        """Wait for the save in progress after a training error, which takes precedence over errors of the save."""
         if self._save is None:
             return
         try:
             if session.agreement.all_end():
                 self.finish(session)
                 return
-            # The others may be in an operation of a step, which does not end without this rank.
+            # Other ranks may be in a collective of the step, which does not end without this rank.
             name = self._save.prepared.directory.name
-            logger.warning(f"{name} may not be committed: training has failed on some ranks alone.")
+            logger.warning(f"{name} may not be committed: training has failed on some ranks only.")
             self._save.parts.close()
-        except Exception as error:  # The error of training is raised.
-            logger.warning(f"A save failed after an error of training: {error}")
+        except Exception as error:  # The training error is raised instead.
+            logger.warning(f"A save failed after training had failed: {error}")
         self._save = None
 
     def _allocate(self, session: Session) -> None:
-        """Plan the saves of a loop, and allocate their memory before the first step. Every rank must call.
+        """Plan the saves of a loop and allocate their buffer before the first step. Every rank must call.
 
         Raises:
             FlexError: the same on every rank.
@@ -229,27 +225,27 @@ class AsyncSaves:
         run_on_all(session.channel, "allocating memory for saves", allocate)
 
     def _reserve(self, session: Session, part: LivePart, ranges: ElementRanges) -> None:
-        """Have memory for a snapshot of these ranges.
+        """Allocate memory for a snapshot of these ranges, unless the buffer has it.
 
         Raises:
-            OptionError: there is too little.
+            OptionError: there is not enough memory.
         """
         needed = snapshot_bytes(part.tensors, ranges)
         try:
             is_new = self._buffer.reserve(part.tensors, ranges)
         except (MemoryError, OSError, RuntimeError) as error:
             raise OptionError(
-                f"Asynchronous saves of this process need {size_text(needed)} of host memory, and it has less.",
+                f"Asynchronous saves of this process need {size_text(needed)} of host memory, more than is available.",
                 where="flex_async_save: true",
                 evidence=[f"{type(error).__name__}: {error}"],
                 next_step="Give the job more memory or locked memory (ulimit -l), train with more ranks, or remove "
                 "flex_async_save.",
             ) from error
         if is_new and session.args.should_log:
-            logger.info(f"Asynchronous saves keep {size_text(needed)} of host memory for a snapshot.")
+            logger.info(f"Asynchronous saves use {size_text(needed)} of host memory for a snapshot.")
 
     def _begin_copy(self, session: Session, planned: PlannedSave) -> SnapshotCopy:
-        """Begin to copy what this rank writes. Memory is allocated here only if the first step was not foreseen."""
+        """Begin to copy what this rank writes. Allocates memory only if the planned buffer does not fit."""
         part = planned.part
         ranges = ranges_of(planned.plan, part.job.step, part.replicas)
         self._reserve(session, part, ranges)
@@ -260,28 +256,28 @@ class AsyncSaves:
     ) -> Parts[SaveReport]:
         """Write, commit and delete old checkpoints."""
         report = yield from saving
-        # The state of the run names the former best checkpoint for a step more, which may be deleted here.
         upload(session, prepared, report)
 
         def delete() -> tuple[None, None]:
+            # The Trainer's state names the former best checkpoint until this save is reported.
             rotate(session, prepared.tier, prepared.directory, prepared.best, report.disks, channel)
             return None, None
 
         if len(report.disks.sorted_leaders) == 1:
             yield Part("deleting old checkpoints", delete, type(None))
         else:
-            delete()  # The leaders exchange.
+            delete()  # The leaders communicate, so this runs on the training thread.
         return report
 
     def defers_event(self, step: int) -> bool:
-        """Return whether ``on_save`` of a step is called later, when its save is committed."""
+        """Return whether ``on_save`` of a step is called later, when its save is reported."""
         if self._save is None or self._save.prepared.step != step:
             return False
         self._save.is_event_deferred = True
         return True
 
     def _wait(self, session: Session, why: str) -> None:
-        """Wait for the save under way and report it; every rank does so at the same step."""
+        """Wait for the save in progress and report it; every rank does so at the same step."""
         save, started = self._save, time.monotonic()
         if save is None:
             return
@@ -295,14 +291,13 @@ class AsyncSaves:
         self.report()
 
     def _report_success(self, session: Session, save: _Save, report: SaveReport) -> None:
-        """Report a committed save."""
         trainer = session.trainer
         with session.best.visible_in(trainer):
             trainer.state.best_model_checkpoint = save.prepared.best
         blocked = save.blocked + session.barrier.waited - save.waited
         report_save(session, save.prepared, report, save.transfers, blocked)
         if save.is_event_deferred:
-            # The handler's on_save would drop a save that is due at this step.
+            # The handler's own on_save would reset should_save, and a save that is due at this step would be lost.
             handler = trainer.callback_handler
             trainer.control = handler.call_event("on_save", trainer.args, save.state, trainer.control)
 

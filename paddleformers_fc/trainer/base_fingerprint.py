@@ -1,19 +1,15 @@
-"""The base of adapters: where its weights were read from, and its fingerprint.
+"""The fingerprint of a LoRA base model, and models that a failed load has left undefined.
 
-A model keeps the directory from which this package has filled all of it, with a hash of every tensor and the identities
-of the files. Before its adapters are trained, the weight files of that directory are hashed, or their recorded
-checksums (``flex_checksums.json``) are used. The ranks divide the files among themselves.
-The base is identified by a digest of its weights if it was not read from files, if its tensors have changed since, or
-if the files were replaced.
+A model remembers the directory from which this package has filled it, with hashes of its tensors and the identities of
+the files. Before adapters are trained, the ranks divide the weight files and hash them, or use the checksums in
+``flex_checksums.json``. The fingerprint is a digest of the weights instead if the base was not read from files, if its
+tensors have changed, or if the files were replaced.
 
-Time: 0.3 s per GiB of a rank for the hashes after a load, an eighth of the load itself, and the same once more when
-adapters are trained. Paddle's ``inplace_version`` would cost less, but does not count ``set_value``.
+A load verifies tensors while it fills them, so it may find damage after some have changed. It marks the model first and
+removes the mark at the end; marked models are neither trained nor saved. Loads fail or succeed on all ranks together.
 
-Models that a failed load has left undefined: no step trains them, and no save stores them.
-
-A load compares the checksums of tensors while it fills them, so damage is found after some tensors have changed. The
-model is marked before it is filled, and the mark is removed when all of it is filled. All ranks of a load fail or
-succeed together, so the mark is the same on all of them.
+Time: 0.3 s per GiB of a rank, an eighth of the load, after a load and again before adapters are trained. Paddle's
+``inplace_version`` would be faster, but does not count ``set_value``.
 """
 
 from __future__ import annotations
@@ -45,13 +41,7 @@ _READ_BYTES = 8 * 1024 * 1024
 
 
 class _Source(msgspec.Struct, frozen=True):
-    """The files of a model, and its contents when it was read.
-
-    Args:
-        directory: the directory.
-        identities: of the files.
-        digests: of the tensors of this rank, by name.
-    """
+    """The files that a model was read from, and digests of this rank's tensors by name."""
 
     directory: AnyPath
     identities: Identities
@@ -59,12 +49,12 @@ class _Source(msgspec.Struct, frozen=True):
 
 
 def remember(model: Any, directory: AnyPath, identities: Identities) -> None:
-    """Note that all weights of a model were read from a directory of open weights.
+    """Remember that all weights of a model were read from a directory of open weights.
 
     Args:
-        model: the model, just read.
+        model: the model, directly after the read.
         directory: the directory.
-        identities: of the files that were read.
+        identities: identities of the files that were read.
     """
     weights = live_roles.model_roles(model)[MODEL_STATE]
     digests = {name: _digest(weight.local_tensor) for name, weight in weights.items()}
@@ -72,20 +62,20 @@ def remember(model: Any, directory: AnyPath, identities: Identities) -> None:
 
 
 def _digest(tensor: Any) -> bytes:
-    found = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     for piece in host_pieces(tensor, 0, math.prod(tensor.shape)):
-        found.update(np.ascontiguousarray(piece).view(np.uint8).data)
-    return found.digest()
+        hasher.update(np.ascontiguousarray(piece).view(np.uint8).data)
+    return hasher.digest()
 
 
 def forget(model: Any) -> None:
-    """Note that a model is about to be filled. A model with adapters keeps its base, which no load changes."""
+    """Forget the source of a model before it is filled. Models with adapters keep it: no load changes their base."""
     if not has_adapters(model) and hasattr(model, _SOURCE):
         delattr(model, _SOURCE)
 
 
 def identify_once(model: Any, channel: Channel) -> None:
-    """Set the fingerprint of the base of a model with adapters, unless it is set. Every rank must call.
+    """Set the fingerprint of a LoRA base model, unless it is set. Every rank must call.
 
     Args:
         model: any model, or a wrapper of it.
@@ -113,12 +103,12 @@ def identify_once(model: Any, channel: Channel) -> None:
     if channel.rank == 0:
         from paddleformers_fc.trainer.library import logger
 
-        of = f"{count_text(len(base.files), 'file')} of {base.location}" if base.files else "its weights, without files"
-        logger.info(f"The base of the adapters is identified by {of}.")
+        by = f"{count_text(len(base.files), 'file')} of {base.location}" if base.files else "a digest of its weights"
+        logger.info(f"The base of the adapters is identified by {by}.")
 
 
 def _files(model: Any, channel: Channel) -> tuple[dict[str, str], str]:
-    """Return the digests of the files that contain the base, by name, and their directory; none if no files do."""
+    """Return the digests of the base's files by name, and their directory; empty if no files contain the base."""
     source: _Source | None = getattr(description.base_model(model), _SOURCE, None)
     if source is None:
         return {}, ""
@@ -135,13 +125,13 @@ def _files(model: Any, channel: Channel) -> tuple[dict[str, str], str]:
 
 
 def _is_unchanged(model: Any, source: _Source) -> bool:
-    """Return whether the tensors of the base on this rank are those that were read."""
+    """Return whether the base tensors of this rank have not changed since they were read."""
     weights = optimizers.cut(live_roles.base_weights(model))
     return all(_digest(weight.local_tensor) == source.digests.get(name) for name, weight in weights.items())
 
 
 def _file_digests(source: _Source, channel: Channel) -> dict[str, str]:
-    """Return the digests of all files by name; none if a file is not the one that was read."""
+    """Return the digests of all files by name; empty if a file was replaced since it was read."""
     from paddleformers_fc.formats.huggingface import open_huggingface
 
     directory = source.directory
@@ -151,59 +141,58 @@ def _file_digests(source: _Source, channel: Channel) -> dict[str, str]:
     def read() -> _Digests:
         recorded = opened.recorded
         found = {name: recorded[name].digest if name in recorded else digest_of(directory / name) for name in mine}
-        # After the files were hashed, so that one that was replaced meanwhile is noticed too.
-        return _Digests(
-            found, identities_of(directory / name for name in opened.files) == stored_identities(source.identities)
-        )
+        # Checked after hashing, to detect files that were replaced meanwhile.
+        same = identities_of(directory / name for name in opened.files) == stored_identities(source.identities)
+        return _FileDigests(found, same)
 
-    everyone = all_gather_checked(channel, "hashing the base of the adapters", read, _Digests)
-    if not all(one.same for one in everyone):
+    everyone = all_gather_checked(channel, "hashing the base of the adapters", read, _FileDigests)
+    if not all(one.unchanged for one in everyone):
         return {}
     return {name: digest for one in everyone for name, digest in sorted(one.files.items())}
 
 
-class _Digests(msgspec.Struct):
-    """The digests of a rank, and whether it has access to the files that were read."""
+class _FileDigests(msgspec.Struct):
+    """The file digests of one rank, and whether all files are unchanged as this rank sees them."""
 
     files: dict[str, str]
-    same: bool
+    unchanged: bool
 
 
-_MARK = "_flex_undefined"
+_UNDEFINED = "_flex_undefined"
 
 
 @contextmanager
 def until_filled(model: Any, directory: AnyPath) -> Iterator[None]:
-    """Return a block that fills a model, which is undefined if the block fails.
+    """Context manager around a load that fills a model; the model stays marked as undefined if the load fails.
 
     Args:
-        model: the ``paddle.nn.Layer``, without wrappers, or a state dict, whose tensors are marked.
+        model: the ``paddle.nn.Layer`` without wrappers, or a state dict.
         directory: the source, for the error.
     """
-    marked = list(_marked(model))
+    marked = list(_markable(model))
     for one in marked:
-        setattr(one, _MARK, str(directory))
+        setattr(one, _UNDEFINED, str(directory))
     forget(model)
     yield
     for one in marked:
-        delattr(one, _MARK)
+        delattr(one, _UNDEFINED)
 
 
 def check_defined(model: Any) -> None:
-    """Refuse a model that a load has begun to fill and did not finish.
+    """Check that no failed load has left a model undefined.
 
     Raises:
-        MismatchError: it is undefined.
+        MismatchError: the model is undefined.
     """
-    directory = next((getattr(one, _MARK) for one in _marked(model) if hasattr(one, _MARK)), None)
+    directory = next((getattr(one, _UNDEFINED) for one in _markable(model) if hasattr(one, _UNDEFINED)), None)
     if directory is not None:
         raise MismatchError(
             "The model's tensors are undefined: a load began to fill them and failed.",
             where=str(directory),
-            next_step="Load a whole checkpoint into this model, or start the job again.",
+            next_step="Load a complete checkpoint into this model, or start the job again.",
         )
 
 
-def _marked(model: Any) -> Iterable[Any]:
-    """Return the objects that have the mark: a layer, or the tensors of a state dict."""
+def _markable(model: Any) -> Iterable[Any]:
+    """Return the objects that a mark is set on: a layer, or the tensors of a state dict."""
     return [tensor for _, _, tensor in dist_tensors.leaves(model)] if isinstance(model, Mapping) else [model]

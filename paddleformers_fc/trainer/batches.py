@@ -1,10 +1,10 @@
-"""The data of a run: the position of the loop, and a loader that starts in the middle of an epoch.
+"""A data loader that starts in the middle of an epoch, and the position of the training loop in its data.
 
-PaddleFormers' loop runs as if from the beginning. Its loader starts the first epoch where the checkpoint ended, and
-sets the epoch of the sampler in place of the loop.
+PaddleFormers' loop runs as if it started from the beginning. The wrapped loader starts the first epoch where the
+checkpoint ended, and sets the sampler's epoch instead of the loop.
 
-Cost: a sampler of PaddleFormers skips by index. A stream, which has no index, and the loader of a user are read up to
-the position.
+Time: PaddleFormers' samplers skip by index. Streams, which have no index, and custom loaders are read up to the
+position.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def order_of(loader: Any) -> SampleOrder:
 
 
 def passes_of_epoch(loader: Any, length: int | None) -> int | None:
-    """Return the forward passes that this rank makes in an epoch; None if they are unknown.
+    """Return the number of forward passes of this rank in an epoch; None if it is unknown.
 
-    The length of PaddleFormers' sampler of several ranks also counts a sample that its order leaves out.
+    The length of PaddleFormers' distributed sampler also counts a sample that its order leaves out.
 
     Args:
         loader: the result of ``Trainer.get_train_dataloader``.
@@ -76,17 +76,15 @@ def receives_batches(loader: Any) -> bool:
 class ResumedBatches:
     """The data loader of a resumed run, whose first epoch begins where the checkpoint ended.
 
-    The Trainer's loop is not aware of skipped samples, so the sampler is set here.
-
     Args:
         loader: the data loader.
         start: the position at which the run continues.
-        indexed: whether samples are skipped by index, by this rank or by the one that sends its batches.
+        indexed: whether samples are skipped by index, on this rank or on the rank that sends its batches.
         on_first_batch: restores the global random generators, from which shuffling draws. In the middle of an epoch it
-            is called after the first batch was read and before it is trained. At the begin of an epoch, which the saved
-            run had not shuffled yet, it is called before.
-        on_epoch_over: called if the first epoch has no batch left, and the next one replaces it. The end of a stream is
-            unknown before it has been read.
+            is called between reading and training the first batch. At the start of an epoch, which the saved run had
+            not shuffled yet, it is called before the first batch is read.
+        on_epoch_over: called if the first epoch has no batch left and the next epoch replaces it, which is known of a
+            stream only after reading it.
         keep_waiting: receives each batch that waits in a pipeline, before the first batch.
     """
 
@@ -131,7 +129,7 @@ class ResumedBatches:
             yield batch
 
     def expect_first(self) -> None:
-        """Treat the next batch as the first one: those before it were trained before the checkpoint was saved."""
+        """Treat the next batch as the first one, because the saved run had trained on all batches before it."""
         self._is_first = True
 
     def _restore_once(self) -> None:
@@ -151,11 +149,11 @@ class ResumedBatches:
         if isinstance(sampler, _SKIPPING):
             sampler.set_epoch(epoch, samples)
         elif isinstance(sampler, BatchSampler) and not self._is_begun:
-            _pass_epochs(self._loader, sampler, epoch)
+            _replay_epochs(self._loader, sampler, epoch)
         if is_at_begin:
             self._restore_once()
         if order is not None and isinstance(sampler, MappingBatchSampler | MappingDistributedBatchSampler):
-            iterator = _sampled_by(self._loader, _Batches(sampler, order, epoch, samples))
+            iterator = _iterate_with(self._loader, _RemainingBatches(sampler, order, epoch, samples))
         else:
             iterator = _iterate(self._loader, epoch > 0 and not self._is_begun)
         self._is_begun = True
@@ -166,23 +164,22 @@ class ResumedBatches:
         return iterator
 
 
-def _pass_epochs(loader: Any, sampler: BatchSampler, epochs: int) -> None:
-    """Draw the batches of finished epochs without reading them, so that a sampler shuffles the next one as it did.
+def _replay_epochs(loader: Any, sampler: BatchSampler, epochs: int) -> None:
+    """Iterate a sampler over finished epochs without reading data, so that it shuffles the next epoch as before.
 
     Args:
-        loader: of the sampler.
-        sampler: of Paddle or of a user, which counts its epochs or draws from the global generators.
+        loader: the sampler's loader.
+        sampler: a sampler that counts its epochs or draws from the global random generators.
         epochs: number of finished epochs.
     """
     for epoch in range(epochs):
-        if getattr(loader, "num_workers", 0) and not (epoch and _has_lasting_workers(loader)):
-            np.random.randint(sys.maxsize)  # A loader that starts worker processes draws a seed for them.
+        if getattr(loader, "num_workers", 0) and not (epoch and _has_persistent_workers(loader)):
+            np.random.randint(sys.maxsize)  # A loader draws a seed when it starts worker processes.
         for _ in sampler:
             pass
 
 
-def _has_lasting_workers(loader: Any) -> bool:
-    """Return whether the worker processes of a loader are started at its first epoch alone."""
+def _has_persistent_workers(loader: Any) -> bool:
     return bool(getattr(loader, "num_workers", 0) and getattr(loader, "_persistent_workers", False))
 
 
@@ -190,25 +187,24 @@ def _iterate(loader: Any, had_workers: bool) -> Iterator[Any]:
     """Return an iterator over an epoch of a loader.
 
     Args:
-        loader: of the epoch.
-        had_workers: whether the saved run had started worker processes before this epoch, and this one has not.
+        loader: the data loader.
+        had_workers: whether the saved run had started worker processes before this epoch, unlike this run.
     """
     sampler = getattr(loader, "batch_sampler", None)
-    if not (had_workers and _has_lasting_workers(loader) and isinstance(sampler, BatchSampler)):
-        # The loader of semi-automatic parallelism is its own iterator, and iter() of it starts again.
+    if not (had_workers and _has_persistent_workers(loader) and isinstance(sampler, BatchSampler)):
+        # The loader of semi-automatic parallelism is its own iterator, and calling iter() on it restarts it.
         return (batch for batch in loader)
-    loader.batch_sampler = _AfterSeed(sampler)
+    loader.batch_sampler = _SeedUndoingSampler(sampler)
     try:
         return (batch for batch in loader)
     finally:
         loader.batch_sampler = sampler
 
 
-class _AfterSeed:
-    """The batches of a sampler, shuffled as if the seed of the worker processes had not been drawn before them.
+class _SeedUndoingSampler:
+    """A sampler that shuffles as if the loader had not just drawn a seed for worker processes.
 
-    Args:
-        sampler: of a loader that starts its worker processes in a later epoch than the saved run did.
+    The loader of a resumed run starts persistent workers in a later epoch than the saved run did.
     """
 
     def __init__(self, sampler: BatchSampler) -> None:
@@ -222,12 +218,12 @@ class _AfterSeed:
         yield from self._sampler
 
 
-def _sampled_by(loader: Any, sampler: Any) -> Iterator[Any]:
-    """Return an iterator of a loader that takes its batches from a sampler; other iterators have the loader's own."""
-    # Under distributed_dataloader the loader sends batches of another one, and creates its iterator later.
+def _iterate_with(loader: Any, sampler: Any) -> Iterator[Any]:
+    """Return an iterator of a loader that uses another sampler; later iterators use the loader's own."""
+    # Under distributed_dataloader the loader sends batches of an inner loader, and creates its iterator lazily.
     reader = getattr(loader, "_dataloader", loader)
     own, keeps = reader.batch_sampler, reader._persistent_workers
-    # With persistent workers the next epochs would have this iterator too, and so its sampler.
+    # With persistent workers the next epochs would reuse this iterator and its sampler.
     reader.batch_sampler, reader._persistent_workers = sampler, False
     try:
         iterator: Iterator[Any] = iter(reader)
@@ -239,14 +235,14 @@ def _sampled_by(loader: Any, sampler: Any) -> Iterator[Any]:
     return iter(loader)
 
 
-class _Batches:
-    """The rest of an epoch in another order than that of a sampler.
+class _RemainingBatches:
+    """The rest of a resumed epoch, in an order that differs from the sampler's own.
 
     Args:
-        sampler: of this rank.
-        order: whose parts are permuted as the samplers of PaddleFormers permute an epoch.
+        sampler: the sampler of this rank.
+        order: the order; each of its parts is permuted as PaddleFormers' samplers permute an epoch.
         epoch: added to the seed.
-        samples: of the epoch, on all ranks, that are left out.
+        samples: number of samples of the epoch, over all ranks, to leave out.
     """
 
     def __init__(self, sampler: Any, order: SampleOrder, epoch: int, samples: int) -> None:
@@ -258,8 +254,8 @@ class _Batches:
             indices += [begin + index for index in paddle.randperm(end - begin).tolist()]
         mine = indices[: len(indices) // ranks * ranks][rank::ranks][samples // ranks :]
         self.batch_size = sampler.batch_size
-        whole = len(mine) // self.batch_size * self.batch_size
-        stop = whole if sampler.drop_last else len(mine)
+        full = len(mine) // self.batch_size * self.batch_size
+        stop = full if sampler.drop_last else len(mine)
         self._batches = [mine[start : start + self.batch_size] for start in range(0, stop, self.batch_size)]
 
     def __len__(self) -> int:
@@ -270,10 +266,10 @@ class _Batches:
 
 
 class PositionTracker:
-    """Follow the training loop and its position; :mod:`.events` calls it.
+    """Tracks the position of the training loop in its data; :mod:`.events` calls it.
 
-    The tracker also corrects two numbers of the Trainer's state that the loop derives from steps: consumed samples, and
-    the epoch of a run that was resumed in the middle of an epoch.
+    It also corrects two values of the Trainer's state that the loop derives from steps: the consumed samples, and the
+    epoch of a run that was resumed in the middle of an epoch.
 
     Args:
         waiting: returns the number of batches that wait in a pipeline.
@@ -290,23 +286,23 @@ class PositionTracker:
         start: Start,
         resumed: bool,
         epochs: int,
-        on_made_up: Callable[[], None] | None = None,
+        on_epoch_replayed: Callable[[], None] | None = None,
     ) -> None:
-        """Start to follow a run.
+        """Start to track a run.
 
         Args:
             order: the order of the data.
             passes: forward passes per rank in an epoch; None if unknown, as for a stream.
             start: the position at which the run starts.
-            resumed: whether it was resumed.
-            epochs: number of epochs of the whole run.
-            on_made_up: called after the passes at the end of an epoch that the saved run had made already.
+            resumed: whether the run was resumed.
+            epochs: number of epochs of the run, including those before the resume.
+            on_epoch_replayed: called at the end of a resumed epoch whose remaining passes the saved run had made.
         """
         self._own_order, self._passes, self._resumed, self._epochs = order, passes, resumed, epochs
         self.order = start.order or order
-        self._on_made_up = on_made_up
+        self._on_epoch_replayed = on_epoch_replayed
         self._epochs_begun = self._step_at_epoch_begin = 0
-        self._counted = sys.maxsize  # The last step that the position contains; no step is counted before an epoch.
+        self._counted = sys.maxsize  # The last step that the position includes; no step is counted before an epoch.
         self.position = self._epoch_begin = start.position
 
     def begin_next_epoch(self) -> None:
@@ -315,19 +311,19 @@ class PositionTracker:
         self.position = self._epoch_begin = Position(self._epoch_begin.epoch + 1, 0, self.position.consumed)
 
     def catch_up(self, args: Any, state: Any) -> None:
-        """Count the steps before a save of a callback, or after skipped steps."""
+        """Count all steps so far: a callback may save before its step is counted, and skipped steps have no event."""
         if state.global_step > self._counted:
             self._count(args, state, self._waiting())
         state.consumed_samples = self.position.consumed
 
     def on_train_begin(self, args: Any, state: Any) -> None:
-        """Set the number of epochs of the whole run; the loop counts the remaining ones only."""
+        """Set the number of epochs of the run; the loop counts only the remaining ones."""
         state.num_train_epochs = self._epochs
         state.consumed_samples = self.position.consumed
         self._set_epoch(args, state)
 
     def on_epoch_begin(self, state: Any) -> None:
-        """Set the position at the begin of an epoch: its first sample, except for the resumed one."""
+        """Set the position to the first sample of an epoch, or to the start of the resumed epoch."""
         if self._epochs_begun > 0:
             self.order = self._own_order
             self._epoch_begin = Position(self._epoch_begin.epoch + 1, 0, self.position.consumed)
@@ -341,14 +337,14 @@ class PositionTracker:
 
     def on_epoch_end(self, args: Any, state: Any, control: Any) -> None:
         """Count the samples of skipped steps (``skip_data_intervals``), for which there is no event."""
-        # A run that resumes here reads the batches after the last step again.
+        # A run that resumes here reads the batches after the last step once more.
         self._count(args, state, self.position.waiting)
         self.position = replace(self.position, ended=True)
         if self._epoch_begin.ended and state.global_step == self._step_at_epoch_begin:
-            # The saved run has evaluated and saved at the end of this epoch.
+            # The saved run already evaluated and saved at the end of this epoch.
             control.should_evaluate = control.should_save = False
-            if self._on_made_up is not None:
-                self._on_made_up()
+            if self._on_epoch_replayed is not None:
+                self._on_epoch_replayed()
 
     def _count(self, args: Any, state: Any, waiting: int) -> None:
         begin = self._epoch_begin
@@ -359,10 +355,10 @@ class PositionTracker:
         self._set_epoch(args, state)
 
     def _set_epoch(self, args: Any, state: Any) -> None:
-        """Set the epoch of a resumed run; the loop assumes that it began with its first batch."""
+        """Set the epoch of a resumed run; the loop assumes that the run started at the first batch of an epoch."""
         if self._resumed:
             pace = pace_of(args)
-            # PaddleFormers takes an epoch of unknown length to be as long as the run.
+            # PaddleFormers assumes that an epoch of unknown length is as long as the run.
             passes = self._passes or state.max_steps * pace.accumulation
             length = passes * pace.per_pass if self.order == self._own_order else self.order.length
             state.epoch = self.position.epoch + min(1.0, self.position.samples / length)

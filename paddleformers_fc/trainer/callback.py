@@ -1,27 +1,13 @@
-"""Log lines and events of saves and loads.
+"""Reports of saves and loads: log lines, callback events, metrics, progress records; and the best checkpoint.
 
-PaddleFormers has an event after a save, but none after a load, and neither contains the path of the checkpoint. This
-callback receives both with a report, writes one line for each, and can be subclassed.
+PaddleFormers has no event after a load, and its event after a save does not name the checkpoint.
+:class:`FlexCheckpointCallback` has both, with a report. :class:`ReportFigures` sends metrics to PaddleFormers'
+reporters (VisualDL, TensorBoard, ...) through ``on_log``; the Trainer's log history stays unchanged, so that a resumed
+run equals an uninterrupted one.
 
-Figures of saves and loads for PaddleFormers' reporters: VisualDL, TensorBoard, Weights & Biases and the others.
-
-Reporters are the callbacks of ``paddleformers.trainer.integrations``. They receive the figures as they receive losses,
-by ``on_log``, at the step that was saved or loaded. The Trainer's own log and its history are not changed, so that a
-resumed run equals an uninterrupted one.
-
-The best checkpoint so far, hidden from PaddleFormers' training loop.
-
-At the end of a training with ``load_best_model_at_end`` that loop unpickles ``model_state.pdparams`` in the directory
-that the Trainer's state names as the best. A flex checkpoint has no such file, and this package loads its weights; but
-a file put there would be executed. The name is therefore absent from the state while the loop runs, and present for
-callbacks and saves.
-
-A resumed run takes over the name, which is a path of the run that saved: :func:`locate_best`.
-
-Record the progress of a training for the process that started the ranks.
-
-Each rank that writes log lines changes its record at every logged loss, save and load, with or without flex
-checkpoints.
+Under ``load_best_model_at_end`` PaddleFormers' loop unpickles ``model_state.pdparams`` in the best checkpoint. A flex
+checkpoint has no such file, but code in a planted one would run. :class:`BestCheckpoint` therefore hides the path of
+the best checkpoint from the loop, but not from callbacks and saves.
 """
 
 from __future__ import annotations
@@ -46,7 +32,7 @@ from paddleformers_fc.trainer.library import TrainerCallback, logger
 from paddleformers_fc.trainer.rank_records import RECORDS, update_record
 
 ATTENDED = "_flex_attended"
-"""The attribute of training arguments whose Trainer uses this package."""
+"""The attribute that marks training arguments whose Trainer uses this package."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +43,16 @@ class CheckpointReport:
         step: optimizer steps done.
         directory: the checkpoint.
         seconds: wall time on this rank.
-        bytes: bytes of the whole checkpoint after a save; bytes that this rank read after a load.
-        differences: after a save, where ranks held different numbers of the same part of a tensor; normally none.
+        bytes: after a save, the size of the checkpoint; after a load, what this rank read.
+        differences: after a save, shards whose replicas differ between ranks; normally none.
         diverged_ties: after a save, where copies of tied tensors differ; normally none.
-        layouts: after a load, the layouts of the run that saved it and of this one, such as ``("dp=2", "tp=2")``;
-            the first is empty if it is not recorded.
+        layouts: after a load, the layouts of the saved run and of this run, such as ``("dp=2", "tp=2")``; the first is
+            empty if the checkpoint does not record it.
         transfers: copies between host and devices on this rank.
         blocked: after a save, seconds for which training was blocked on this rank.
-        casts: after a load with ``flex_allow_casts``, one line per role of which this rank has cast tensors.
-        phases: the parts of ``seconds``: ``plan, capture, write, agree, commit`` of a save, and ``open, plan, agree,
-            read, finish`` of a load.
+        casts: after a load with ``flex_allow_casts``, one line per role with cast tensors on this rank.
+        phases: ``seconds`` by phase: ``plan, capture, write, agree, commit`` for a save, and ``open, plan, agree,
+            read, finish`` for a load.
     """
 
     step: int
@@ -83,13 +69,13 @@ class CheckpointReport:
 
 
 class FlexCheckpointCallback(TrainerCallback):
-    """Writes one line per checkpoint that is saved or loaded.
+    """Writes a log line for each saved or loaded checkpoint.
 
-    A Trainer with ``flex_checkpoint: true`` has one by default; add a subclass to do more.
+    A Trainer with ``flex_checkpoint: true`` adds it by default. Subclass it to do more.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Refuse a Trainer that ignores ``flex_checkpoint`` and would save in another format.
+        """Check that the Trainer does not ignore ``flex_checkpoint``, which would save in another format.
 
         Raises:
             EnvironmentMismatch: the Trainer does not use this package.
@@ -103,7 +89,7 @@ class FlexCheckpointCallback(TrainerCallback):
             )
 
     def on_checkpoint_saved(self, args: Any, report: CheckpointReport) -> None:
-        """A checkpoint was committed. Called on every rank.
+        """Handle a committed checkpoint. Called on every rank.
 
         Args:
             args: the training arguments.
@@ -112,7 +98,7 @@ class FlexCheckpointCallback(TrainerCallback):
         self._log_report(args, "Saved", "to", report)
 
     def on_checkpoint_loaded(self, args: Any, report: CheckpointReport) -> None:
-        """A checkpoint was loaded, before the first training step. Called on every rank.
+        """Handle a loaded checkpoint, before the first training step. Called on every rank.
 
         Args:
             args: the training arguments.
@@ -131,12 +117,10 @@ class FlexCheckpointCallback(TrainerCallback):
 
 
 def _blocked_text(report: CheckpointReport) -> str:
-    """Return how long an asynchronous save blocked training; empty for other reports."""
     return f", training blocked for {report.blocked:.2f} s" if 0 < report.blocked < report.seconds else ""
 
 
 def _layouts_text(layouts: tuple[str, str] | None) -> str:
-    """Return the layouts of both runs; without the first where it is not recorded."""
     if layouts is None:
         return ""
     saved, now = layouts
@@ -148,8 +132,7 @@ def _casts_text(casts: tuple[str, ...]) -> str:
 
 
 def _transfers_text(transfers: TransferFigures) -> str:
-    """Return the figures of device copies; empty where all tensors are in host memory."""
-    if not transfers.in_flight:
+    if not transfers.in_flight:  # All tensors are in host memory.
         return ""
     return (
         f"; device copies: {size_text(transfers.bytes)}, at most {transfers.in_flight} in flight, "
@@ -161,7 +144,7 @@ _REPORTERS = "trainer.integrations"
 
 
 class ReportFigures:
-    """Sends bytes, seconds by phase and rate of every save and load to the reporters of a Trainer.
+    """Sends bytes, seconds by phase and throughput of every save and load to the reporters of a Trainer.
 
     Args:
         trainer: the Trainer, whose reporters and state are read at every event.
@@ -172,7 +155,7 @@ class ReportFigures:
         self._loaded: CheckpointReport | None = None
 
     def saved(self, report: CheckpointReport) -> None:
-        """Send the figures of a save. An asynchronous one is reported some steps later."""
+        """Send the figures of a save; some steps later if the save was asynchronous."""
         self._send(report.step, {**_figures("save", report), "checkpoint_save_blocked_seconds": report.blocked})
 
     def loaded(self, report: CheckpointReport) -> None:
@@ -204,33 +187,33 @@ def _figures(operation: str, report: CheckpointReport) -> dict[str, float]:
 
 
 def locate_best(named: str, resumed: AnyPath, channel: Channel) -> str | None:
-    """Return the path of the best checkpoint of a resumed run: its old path, or beside the resumed checkpoint.
+    """Return the path of the best checkpoint of a resumed run: its old path, or next to the resumed checkpoint.
 
-    An output directory may have been moved since, and a relative one begins where a run is started.
+    The output directory may have been moved, and a relative path depends on the working directory.
 
     Args:
-        named: its path in the run that saved it.
-        resumed: the checkpoint that is resumed from.
+        named: its path in the saved run.
+        resumed: the checkpoint to resume.
         channel: all ranks of the job; every rank must call.
 
     Returns:
-        a path of this rank, visible to any rank; None if no rank finds it.
+        the path on this rank; None if no rank finds the checkpoint.
 
     Raises:
-        StorageError: the operating system refused to look.
+        StorageError: the operating system denied access.
     """
     paths = [Path(named), *([resumed.with_name(Path(named).name)] if isinstance(resumed, Path) else [])]
 
-    def look() -> int:
-        return next((place for place, path in enumerate(paths, 1) if exists(path / MANIFEST_NAME)), 0)
+    def find() -> int:
+        return next((number for number, path in enumerate(paths, 1) if exists(path / MANIFEST_NAME)), 0)
 
-    seen = all_gather_checked(channel, "looking for the best checkpoint", look, int)
-    chosen = seen[channel.rank] or max(seen)
+    found = all_gather_checked(channel, "looking for the best checkpoint", find, int)
+    chosen = found[channel.rank] or max(found)
     return str(paths[chosen - 1]) if chosen else None
 
 
 class BestCheckpoint:
-    """Keeps the name while it must be hidden from the loop."""
+    """Keeps the path of the best checkpoint while it is hidden from the loop."""
 
     def __init__(self) -> None:
         self._hiding = False
@@ -247,7 +230,7 @@ class BestCheckpoint:
 
     @contextlib.contextmanager
     def visible_in(self, trainer: Any) -> Iterator[None]:
-        """Context manager in which the name is visible, and may be set."""
+        """Context manager in which the path is visible and may be set."""
         if not self._hiding:
             yield
             return
@@ -266,13 +249,13 @@ class BestCheckpoint:
 
 
 def record_progress(trainer: Any) -> None:
-    """Let a Trainer record its progress if the starter of its rank reads it."""
+    """Let a Trainer record its progress for the process that started this rank, if that process reads it."""
     if RECORDS in os.environ and trainer.args.should_log:
         trainer.add_callback(ProgressRecorder())
 
 
 class ProgressRecorder(FlexCheckpointCallback):
-    """Changes the record of this rank after every event."""
+    """Updates this rank's progress record after every logged loss, save and load."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Record the step and its loss."""
@@ -284,5 +267,5 @@ class ProgressRecorder(FlexCheckpointCallback):
         update_record(step=report.step, checkpoint=str(report.directory))
 
     def on_checkpoint_loaded(self, args: Any, report: CheckpointReport) -> None:
-        """Record the step that is resumed."""
+        """Record the resumed step."""
         update_record(resumed=report.step)

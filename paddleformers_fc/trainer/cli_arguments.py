@@ -1,6 +1,6 @@
 """The argument class of ``paddleformers-cli`` with the options of this package.
 
-It is a module of its own because importing it imports the whole command line.
+It is a separate module because importing it imports the complete command line.
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ class FlexFinetuningArguments(ActiveFields, FinetuningArguments):
     """``FinetuningArguments`` with the options of :class:`~paddleformers_fc.trainer.options.FlexFields`."""
 
     looks_for_last_checkpoint: ClassVar[bool] = True
-    """The command line names the newest directory of ``output_dir`` even if ``resume_from_checkpoint`` is not set."""
+    """The command line requests the newest directory of ``output_dir`` even without ``resume_from_checkpoint``."""

@@ -1,14 +1,11 @@
-"""Describe a live model: its resolved configuration, and its class.
+"""Describe a live model: its class, its resolved configuration and its LoRA adapters.
 
-PaddleFormers omits keys when it serialises a configuration: those with their default value, and those that training
-arguments may set, some of which determine names and layouts of tensors. Every value is therefore read from the live
-object, not from a file.
+PaddleFormers serialises a configuration without default values and without keys that training arguments may set, some
+of which determine names and layouts of tensors. All values are therefore read from the live object, not from a file.
 
-A live model with LoRA adapters: its description, and the tensors that a checkpoint contains of it.
-
-PaddleFormers wraps the model in a ``LoRAModel`` and replaces linear layers by layers with ``lora_A`` and ``lora_B``. It
-freezes all other tensors, except for ``trainable_modules`` and biases that its configuration names. A checkpoint
-contains adapters, trained tensors, and tensors that training changes without an optimizer. The rest is the base.
+For LoRA, PaddleFormers wraps the model in a ``LoRAModel``, replaces linear layers by layers with ``lora_A`` and
+``lora_B``, and freezes all other tensors except ``trainable_modules`` and the configured biases. A checkpoint contains
+adapters, trained tensors, and tensors that training changes without an optimizer. The other tensors are the base.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ _BASE = "_flex_base"
 
 
 def base_model(model: Any) -> Any:
-    """Return a model without its wrappers, a ``LoRAModel`` among them."""
+    """Return a model without parallel wrappers and without its ``LoRAModel``."""
     model = unwrap_model(model)
     return model.model if has_adapters(model) else model
 
@@ -65,21 +62,21 @@ def describe_adapters(model: Any) -> Adapters | None:
 
 
 def has_base(model: Any) -> bool:
-    """Return whether the fingerprint of the base is known."""
+    """Return whether the fingerprint of the base is set."""
     return hasattr(model, _BASE)
 
 
 def set_base(model: Any, base: Base) -> None:
-    """Keep the fingerprint of the base with a model."""
+    """Set the fingerprint of the base."""
     setattr(model, _BASE, base)
 
 
 def saved_weights(model: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the weights that a checkpoint contains; all of a model without adapters.
+    """Return the weights that a checkpoint contains: all of them unless the model has adapters.
 
     Args:
         model: the model as it was built.
-        weights: name -> ``ShardedWeight`` of all its tensors.
+        weights: name -> ``ShardedWeight`` of all tensors.
     """
     if not has_adapters(model):
         return dict(weights)
@@ -94,27 +91,27 @@ def saved_weights(model: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _patterns(given: Any) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given or ())
+def _patterns(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 OWN_RULES = "_flex_rules"
-"""The attribute of a model that no family declares with the rules of its class's statements."""
+"""The attribute for the rules of a class's AOA statements, on models that no family declares."""
 
 _EMPTY_LAYERS = frozenset({"num_empty_layers_add_in_head", "num_empty_layers_add_in_tail"})
-"""Parallel settings that decide which layers a model has."""
+"""Parallel settings that determine which layers a model has."""
 _WRITTEN_BY_MODELS = frozenset(
     {
         *("moe_group", "moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"),
         *("tensor_model_parallel_rank", "dtype", "torch_dtype"),
     }
 )
-"""Keys that models write into their configuration when they are built, and keys that differ between ranks."""
+"""Keys that models write into their configuration while they are built, and keys that differ between ranks."""
 
 
 @functools.cache
-def keys_of_a_layout() -> frozenset[str]:
-    """Return the keys of a configuration that belong to a parallel layout, and those that differ between ranks."""
+def layout_keys() -> frozenset[str]:
+    """Return the configuration keys that describe a parallel layout or differ between ranks."""
     from paddleformers_fc.trainer.library import LlmMetaConfig
 
     attributes = (*LlmMetaConfig.hybrid_parallel_attributes, *LlmMetaConfig.recompute_attributes)
@@ -127,12 +124,12 @@ def describe_model(model: Any) -> ModelDescription:
     Args:
         model: the model as it was built, or a wrapper of it.
     Returns:
-        its class, every key of its configuration that JSON can hold, without what belongs to a parallel layout, its
-        adapters, and the rules of its own statements.
+        its class, its adapters, the rules of its own statements, and every configuration key that JSON can represent,
+        except keys of a parallel layout.
     """
     model = unwrap_model(model)
     adapters = describe_adapters(model)
-    # A model of PaddleFleet has a configuration of its own, which was made from the one that PaddleFormers saves.
+    # PaddleFleet builds a model from a configuration derived from the one that PaddleFormers saves.
     built_with = {key: getattr(model.config, key, None) for key in STRIPPED - {IS_FLEET}}
     as_built = {key: value for key, value in built_with.items() if isinstance(value, int)}
     config = {**describe_config(config_of(model)), **as_built}
@@ -150,7 +147,7 @@ def describe_model(model: Any) -> ModelDescription:
 
 
 def config_of(model: Any) -> Any:
-    """Return the configuration that describes a model; that of a PaddleFleet model is another object than its own."""
+    """Return the configuration that describes a model; for PaddleFleet it is not ``model.config``."""
     model = base_model(model)
     return getattr(model, "config_to_save", model.config)
 
@@ -165,10 +162,10 @@ def describe_config(config: Any) -> dict[str, Any]:
 
 
 def _resolved(config: Any) -> dict[str, Any]:
-    """Return every public value of a configuration, under its own name and under the names that are mapped to it."""
-    names = {"model_type", *vars(config), *getattr(config, "attribute_map", {})} - keys_of_a_layout()
+    """Return every public value of a configuration, also under the names in ``attribute_map``."""
+    names = {"model_type", *vars(config), *getattr(config, "attribute_map", {})} - layout_keys()
     values = {name: _plain(getattr(config, name, _NO_JSON)) for name in names if not name.startswith("_")}
-    # The class determines the built model, not the file that was read; config.json names the class as well.
+    # The class determines the model, not the file that was read; config.json names the class as well.
     values["model_type"] = getattr(type(config), "model_type", "") or values["model_type"]
     return {name: values[name] for name in sorted(values) if values[name] is not _NO_JSON}
 
@@ -177,8 +174,7 @@ _NO_JSON = object()
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON; :data:`_NO_JSON` for one that JSON has no type for, such as a process group or a
-    function."""
+    """Return a value as JSON; :data:`_NO_JSON` if JSON cannot represent it, such as a process group or a function."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

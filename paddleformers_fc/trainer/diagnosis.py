@@ -1,6 +1,6 @@
-"""Diagnose an installation and an output directory: find failures and slow parts before a job starts.
+"""Diagnose an installation and an output directory, before a job starts.
 
-Speed is measured with an unnamed file, which leaves no trace on disk even after a kill.
+Disk speed is measured with an unnamed temporary file, which disappears even if the process is killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paddleformers_fc.trainer.tiers import local_tier_of
 from paddleformers_fc.upstream.hooks import TRAINERS
 
 PROBE_BYTES = 128 << 20
-"""Bytes that are written and read to measure a disk."""
+"""Number of bytes to write and read to measure a disk."""
 
 _CHUNK = 8 << 20
 _PACKAGES = ("numpy", "ml_dtypes", "msgspec", "fsspec", "xxhash")
@@ -40,27 +40,27 @@ _DISTRIBUTIONS = {
 }
 KNOWN_FAULTS = {
     "paddle": {
-        "S1": "a resharding load from another dtype fills tensors with other numbers, without an error",
-        "S3": "the second of two tied weights keeps its initial values, without an error",
-        "S4": "a stored tensor of another shape is cut off or filled in part, without an error",
-        "S5": "fused feed-forward weights of several tensor-parallel ranks are taken apart wrongly",
-        "S6": "fused attention weights of several tensor-parallel ranks are taken apart wrongly",
-        "S11": "a resharding load under FLAGS_use_stride_kernel=0 loads nothing, without an error",
-        "S12": "a save over one of more ranks leaves tensors of the older save in place",
-        "S13": "after a load that failed, the next one in the process uses the metadata of the first",
-        "S18": "a flipped bit of a stored tensor is loaded: there are no checksums",
+        "S1": "a resharding load from another dtype silently fills tensors with wrong numbers",
+        "S3": "the second of two tied weights silently keeps its initial values",
+        "S4": "a stored tensor of another shape is silently truncated or fills the tensor in part",
+        "S5": "fused feed-forward weights of several tensor-parallel ranks are split wrongly",
+        "S6": "fused attention weights of several tensor-parallel ranks are split wrongly",
+        "S11": "a resharding load under FLAGS_use_stride_kernel=0 silently loads nothing",
+        "S12": "a save over an older save with more ranks leaves tensors of the older save in place",
+        "S13": "after a failed load, the next load in the process uses the metadata of the failed load",
+        "S18": "a flipped bit in a stored tensor is loaded: there are no checksums",
     },
     "paddleformers": {
-        "T3": "an empty newest directory is chosen for a resume",
+        "T3": "an empty newest directory is resumed",
         "T5": "load_best_model_at_end keeps the weights of the last step",
         "T7": "samples are repeated and skipped if the data-parallel degree changes on resume",
-        "T8": "training begins again at step 1 if the file of the Trainer's state is missing",
+        "T8": "training restarts at step 1 if the Trainer's state file is missing",
         "T18": "replicas with different numbers are saved without a warning",
         "T19": "a resume unpickles files of the checkpoint, which can run code",
     },
 }
-"""The faults of the known versions that decide whether numbers are right: trigger and effect by module and by their row
-in docs/results/guarantees.md. This package avoids them."""
+"""Correctness faults of the known upstream versions, which this package avoids: trigger and effect by module and by row
+of docs/results/guarantees.md."""
 
 
 class KnownFault(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class KnownFault(msgspec.Struct, frozen=True):
 
     Attributes:
         id: its row in docs/results/guarantees.md.
-        package: the module that has it.
+        package: the module with the fault.
         version: the version in which it was observed.
         what: trigger and effect in one line.
     """
@@ -85,7 +85,7 @@ class PackageFacts(msgspec.Struct, frozen=True):
     Attributes:
         name: its name.
         version: the installed version; empty if it is not installed.
-        known: the version that this package is written for; empty if any will do.
+        known: the version that this package supports; empty if any version will do.
     """
 
     name: str
@@ -98,9 +98,9 @@ class DiskFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         free: bytes that this user can write.
-        next_save: bytes of the checkpoint that is resumed, which the next save needs again; 0 if there is none.
-        write: bytes written and synced per second; 0 if it was not measured.
-        read: bytes read per second, past the page cache where the system allows it; 0 if it was not measured.
+        next_save: bytes that the next save needs, which is the size of the resumed checkpoint; 0 if there is none.
+        write: bytes written and synced per second; 0 if not measured.
+        read: bytes read per second, bypassing the page cache where the system allows it; 0 if not measured.
     """
 
     free: int
@@ -114,14 +114,14 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     Attributes:
         passed: whether no check failed.
-        packages: of this environment.
-        known_faults: of the installed versions of Paddle and PaddleFormers; this package avoids each of them.
-        checks: in the order in which they were made.
+        packages: the packages of this environment.
+        known_faults: faults of the installed Paddle and PaddleFormers, which this package avoids.
+        checks: the checks in order of execution.
         path: the output directory; empty if none was named.
         disk: its disk; None without a directory.
-        resume: the checkpoint that ``resume_from_checkpoint: true`` resumes, of the local tier with its path; empty if
-            it starts from the beginning.
-        skipped: newer checkpoints that it skips, with the reasons.
+        resume: the checkpoint that ``resume_from_checkpoint: true`` resumes (a path if it is in the local tier); empty
+            if the run starts from the beginning.
+        skipped: newer checkpoints that are skipped, with the reasons.
     """
 
     passed: bool
@@ -135,14 +135,14 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 
 def diagnose(output_dir: Path | None, hooks: bool = True) -> Diagnosis:
-    """Examine this environment, and an output directory if one is named.
+    """Check this environment, and an output directory if one is given.
 
     Args:
-        output_dir: where a job saves; None for the environment alone.
-        hooks: whether to import Paddle and PaddleFormers, and compare what this package replaces in them.
+        output_dir: where a job saves; None to check only the environment.
+        hooks: whether to import Paddle and PaddleFormers and check the upstream hooks.
     Raises:
         OptionError: the directory is a checkpoint.
-        StorageError: the operating system refused to list, write or read in the directory.
+        StorageError: the operating system denied access to the directory.
     """
     packages = _packages()
     faults = [
@@ -172,7 +172,7 @@ def diagnose(output_dir: Path | None, hooks: bool = True) -> Diagnosis:
 
 
 def _packages() -> list[PackageFacts]:
-    """Return versions from the metadata of distributions: nothing is imported."""
+    """Return versions from package metadata, without imports."""
     own = [PackageFacts("python", platform.python_version(), ""), PackageFacts("paddleformers_fc", __version__, "")]
     named = [PackageFacts(name, _version((name,)), "") for name in _PACKAGES]
     known = dict(upstream.VERSIONS)
@@ -196,11 +196,11 @@ def _environment(packages: list[PackageFacts], hooks: bool) -> Iterator[Check]:
     found = [f"{one.name} {one.version}" for one in packages if one.known and one.version]
     if wrong:
         text = ", ".join(f"{one.name} {one.version}, known is {one.known}" for one in wrong)
-        yield Check("versions", False, f"{text}; jobs are refused unless flex_unknown_versions: warn is set")
+        yield Check("versions", False, f"{text}; jobs need flex_unknown_versions: warn")
     elif "paddle" in {one.name for one in packages if one.version}:
-        yield Check("versions", True, f"{', '.join(found)}: the known ones")
+        yield Check("versions", True, f"{', '.join(found)}: known versions")
     else:
-        yield Check("versions", True, "Paddle is not installed: every command but those that train works")
+        yield Check("versions", True, "Paddle is not installed: all commands work except those that train")
         return
     if hooks and upstream.is_installed(upstream.LIBRARY):
         trainer = TRAINERS[upstream.LIBRARY]
@@ -226,12 +226,11 @@ def _directory(output_dir: Path, disk: DiskFacts, newest: Path | None, skipped: 
 
 
 def _name(checkpoint: Path, output_dir: Path) -> str:
-    """Return the name of a checkpoint; the path of one that is in the local tier."""
+    """Return the name of a checkpoint, or its path if it is in the local tier."""
     return checkpoint.name if checkpoint.parent == output_dir else str(checkpoint)
 
 
 def _local_tier(local: Path, next_save: int) -> Check:
-    """Compare the space of the local tier with what the next save needs there."""
     try:
         free = shutil.disk_usage(local).free
     except OSError as error:
@@ -250,7 +249,7 @@ def _disk(output_dir: Path, newest: Path | None) -> DiskFacts:
 
 
 def _rates(directory: Path) -> tuple[int, int]:
-    """Write, sync and read an unnamed file; bytes per second of both."""
+    """Write, sync and read an unnamed file; return write and read speed in bytes per second."""
     chunk = os.urandom(_CHUNK)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         started = time.monotonic()

@@ -1,11 +1,11 @@
-"""Tensors of Paddle's semi-automatic parallelism, as shards of this rank.
+"""This rank's shards of tensors under Paddle's semi-automatic parallelism.
 
-A ``DistTensor`` has a mesh, placements and a local value. Its box follows from the first two, and its memory is that of
-the local value, which saves read and loads fill in place. Paddle's own description of optimizer states
-(``AdamW.sharded_state_dict``) takes them for whole, so it is not used. Any other tensor is whole on every rank.
+A ``DistTensor`` has a mesh, placements and a local value. Mesh and placements determine this rank's box. Saves read the
+local value, and loads fill it in place. Other tensors are complete on every rank. ``AdamW.sharded_state_dict`` is not
+used, because it describes every optimizer state as complete.
 
-A tensor of semi-automatic parallelism has the layout of one device, however it is placed: a fused layer is not
-interleaved by tensor-parallel ranks (``ModelDescription.is_global``).
+Whatever its placements, such a tensor has the layout of a single device: a fused layer is not interleaved by
+tensor-parallel ranks (``ModelDescription.is_global``).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from paddleformers_fc.layout.shards import AxisShard, Placements, coordinate_of,
 from paddleformers_fc.text import fold
 
 _MASTERS, _SCHEDULER = "master_weights", "LR_Scheduler"
-"""Entries of ``Optimizer.state_dict`` that are no accumulators. The scheduler has no tensors and is not read."""
+"""Entries of ``Optimizer.state_dict`` that are not accumulators. The scheduler has no tensors and is not read."""
 
 _BY_SUFFIX = {one.suffix: one for one in STATES if one.suffix and one.shape is not StateShape.SHARD_NUMBER}
 _ACCUMULATORS = {one.paddle_name: one for one in _BY_SUFFIX.values() if one.role == OPTIMIZER_STATE}
 _SHARD = re.compile(r"Shard\(dim=(?P<axis>\d+)(, shard_order=(?P<order>\d+))?\)")
-"""The text of a placement. Paddle's class for an axis that several axes of a mesh divide has no other description."""
+"""The text of a placement, which alone describes an axis that several mesh axes divide."""
 
 _STATE = re.compile(rf"(?P<parameter>.+?)(_fp32_master_\d+)?_(?P<accumulator>{'|'.join(_ACCUMULATORS)})_\d+")
 """A key of ``Optimizer.state_dict``: the static name of the parameter and the name of the accumulator."""
@@ -42,7 +42,7 @@ def shard_of_rank(name: str, tensor: Any) -> Any:
 
     Args:
         name: the key of the shard.
-        tensor: a ``DistTensor``, or a tensor that every rank has whole.
+        tensor: a ``DistTensor``, or a tensor that is complete on every rank.
     Raises:
         MismatchError: a placement is not supported.
     """
@@ -50,10 +50,10 @@ def shard_of_rank(name: str, tensor: Any) -> Any:
     if not tensor.is_dist():
         if getattr(tensor, "is_distributed", False):
             raise MismatchError(
-                f"{name} is a part of a tensor-parallel layer, and a state dict does not contain its position.",
+                f"{name} is a shard of a tensor-parallel layer, and a state dict does not contain its position.",
                 where="state_dict",
                 evidence=[f"{name}: local shape {list(shape)}, no mesh and no placements"],
-                next_step="Pass the layer in place of its state dict.",
+                next_step="Pass the layer instead of its state dict.",
             )
         return ShardedWeight(name, tensor, shape, shape, (0,) * len(shape))
     mesh = tensor.process_mesh
@@ -67,9 +67,9 @@ def shard_of_rank(name: str, tensor: Any) -> Any:
         return None
     if not tensor._is_initialized() or tuple(tensor._local_value().shape) != box.shape:
         raise MismatchError(
-            f"The local value of {name} is not the part that its placements state.",
+            f"The local value of {name} does not match its placements.",
             where="the state dict of this rank",
-            evidence=[f"placements {tensor.placements} of shape {list(shape)}: box {list(box.shape)}"],
+            evidence=[f"placements {tensor.placements} of shape {list(shape)}: expected shape {list(box.shape)}"],
             next_step="Initialise the tensor, and shard it with paddle.distributed.shard_tensor.",
         )
     return ShardedWeight(name, tensor, box.shape, shape, box.lo)
@@ -79,7 +79,7 @@ def _placements(name: str, tensor: Any) -> Placements:
     """Return the placements of a tensor.
 
     Raises:
-        MismatchError: the local value has no box in the tensor.
+        MismatchError: the local value is not a box of the tensor.
     """
     found: list[AxisShard | None] = []
     for one in tensor.placements:
@@ -87,15 +87,15 @@ def _placements(name: str, tensor: Any) -> Placements:
             raise _unsupported(
                 name,
                 tensor,
-                "under Partial every rank has a summand, and the tensor is the sum of all ranks",
-                "Reshard it to Replicate or Shard with paddle.distributed.reshard, which adds the summands.",
+                "under Partial the tensor is the sum of the local values of all ranks",
+                "Reshard it to Replicate or Shard with paddle.distributed.reshard, which adds the local values.",
             )
         shard = _SHARD.fullmatch(str(one))
         if shard is None and not one.is_replicated():
             raise _unsupported(
                 name,
                 tensor,
-                "the part of a rank is not one box, as under split_factor",
+                "the shard of a rank is not one box, as with a split_factor",
                 "Reshard it to Shard without a split factor, or to Replicate.",
             )
         found.append(None if shard is None else AxisShard(int(shard["axis"]), int(shard["order"] or 0)))
@@ -117,19 +117,19 @@ def is_semi_auto(model: Any) -> bool:
 
 
 class Named(msgspec.Struct, frozen=True):
-    """A parameter in place of its shard, where names alone are read; its rank may have no element of it."""
+    """A parameter in place of its shard, for callers that read only names; this rank may have no element of it."""
 
     local_tensor: Any
 
 
 def leaves(state_dict: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield the group and key of every tensor in a state dict, which may contain groups of others.
+    """Yield group, key and value of every tensor in a state dict, which may be nested.
 
     Args:
         state_dict: such as ``{"model": layer.state_dict(), "optimizer": optimizer.state_dict()}``.
-        group: the key of the state dict in another one.
+        group: the key of this state dict in its parent.
     Raises:
-        MismatchError: a value is no tensor, or its key no text.
+        MismatchError: a value is not a tensor, or its key is not a string.
     """
     for key, value in state_dict.items():
         if key == _SCHEDULER:
@@ -144,9 +144,9 @@ def leaves(state_dict: Mapping[str, Any], group: str = "") -> Iterator[tuple[str
                 where="state_dict",
                 evidence=[
                     f"type {type(value).__name__} under a key of type {type(key).__name__}; supported are tensors "
-                    "under texts, and state dicts of tensors"
+                    "under string keys, and nested state dicts of tensors"
                 ],
-                next_step="Remove the entry, and save it in another way.",
+                next_step="Remove the entry from the state dict.",
             )
 
 
@@ -155,9 +155,9 @@ def roles_of(state_dict: Mapping[str, Any], aliases: Collection[str] = ()) -> di
 
     Args:
         state_dict: weights, and states of an optimizer under the keys of ``Optimizer.state_dict`` or of a checkpoint.
-        aliases: names of tied weights whose states have the name of the owner.
+        aliases: names of tied weights whose states are named after the owner.
     Raises:
-        MismatchError: a placement is not supported, two entries are one tensor, or a state belongs to no weight.
+        MismatchError: a placement is not supported, two entries are the same tensor, or a state belongs to no weight.
     """
     entries = list(leaves(state_dict))
     keys = {key for group, key, _ in entries if group != _MASTERS}
@@ -166,7 +166,7 @@ def roles_of(state_dict: Mapping[str, Any], aliases: Collection[str] = ()) -> di
     owners = {weights[key].name: key for key in sorted(weights, reverse=True) if key not in aliases}
     owners |= {key: key for key in weights}
     orphans = [key for state, key, _ in split if state is not None and state[0] not in owners]
-    _raise_faults(f"{key}: no weight in the state dict has this state" for key in orphans)
+    _raise_faults(f"{key}: the state dict has no weight for this state" for key in orphans)
     named = [
         (MODEL_STATE, key, tensor) if state is None else (state[1].role, owners[state[0]] + state[1].suffix, tensor)
         for state, key, tensor in split
@@ -185,7 +185,7 @@ def _raise_faults(faults: Iterable[str]) -> None:
     found = fold(sorted(faults))
     if found:
         raise MismatchError(
-            "The tensors of the state dict cannot be named.",
+            "The state dict has ambiguous or orphaned entries.",
             where="state_dict",
             evidence=found,
             next_step="Pass the weights with the states of one optimizer, such as {**model.state_dict(), "
@@ -194,14 +194,12 @@ def _raise_faults(faults: Iterable[str]) -> None:
 
 
 def _state_of(group: str, key: str, keys: Collection[str]) -> tuple[str, StateDescriptor] | None:
-    """Return the parameter of a state and its declaration by the key of the state; None for a weight.
+    """Return the parameter (static name or key) and the descriptor of a state; None for a weight.
 
     Args:
         group: see :func:`leaves`.
-        key: such as ``linear_0.w_0.dist_moment1_0``, or as a checkpoint names a state.
+        key: such as ``linear_0.w_0.dist_moment1_0``, or a state's name in a checkpoint.
         keys: all keys of the state dict.
-    Returns:
-        the parameter's static name or key.
     """
     if group == _MASTERS:
         return key, MASTER

@@ -587,7 +587,7 @@ def inner_training_loop(
     _warn_of_unfrozen(session, unfrozen)
     session.warn(changes)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
-    on_made_up = None
+    on_epoch_replayed = None
     if is_continued:
         start = _start(session, saved, order, passes)
         done = trainer.state.global_step >= max_steps
@@ -600,8 +600,8 @@ def inner_training_loop(
             on_epoch_over=session.position.begin_next_epoch,
             keep_waiting=getattr(trainer, WAITING).append,
         )
-        on_made_up = loader.expect_first
-    session.position.begin(order, passes, start, is_continued, num_train_epochs, on_made_up)
+        on_epoch_replayed = loader.expect_first
+    session.position.begin(order, passes, start, is_continued, num_train_epochs, on_epoch_replayed)
     session.has_trained = True
     session.run.ran.add("_inner_training_loop")
     session.run.begun = trainer.state.global_step

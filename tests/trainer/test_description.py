@@ -256,9 +256,9 @@ def test_config_json_of_a_save_agrees_with_the_description_beside_it(name: str) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_declaration_reads_a_key_that_descriptions_leave_out(name: str) -> None:
-    from paddleformers_fc.trainer.description import keys_of_a_layout
+    from paddleformers_fc.trainer.description import layout_keys
 
-    assert keys_of_a_layout().isdisjoint(family_keys(BY_NAME[name]))
+    assert layout_keys().isdisjoint(family_keys(BY_NAME[name]))
 
 
 def test_a_configuration_that_was_serialised_binds_other_layers_or_none() -> None:

@@ -124,9 +124,9 @@ def test_a_state_dict_that_cannot_be_placed_is_refused_with_the_reason(tmp_path:
     local.is_distributed = True
     orphan = "linear_0.w_0.dist_moment1_0"
     cases: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-        ({"w": part}, ("Partial(reduce_type=SUM)", "the tensor is the sum of all ranks", "distributed.reshard")),
+        ({"w": part}, ("Partial(reduce_type=SUM)", "the tensor is the sum of the local values", "distributed.reshard")),
         ({"w": cut}, ("split_factor", "is not one box")),
-        ({"w": good, orphan: good}, (f"{orphan}: no weight in the state dict has this state", "**model.state_dict()")),
+        ({"w": good, orphan: good}, (f"{orphan}: the state dict has no weight for this state", "**model.state_dict()")),
         ({"model": {"w": good}, "other": {"w": good}}, ("w: 2 entries",)),
         ({"w": good, "epoch": 3}, ("Invalid entry 'epoch'", "type int")),
         ({"w": local}, ("tensor-parallel layer", "Pass the layer")),
