@@ -1,10 +1,9 @@
-"""The reference model of preference training, which is the base: compared by its contents.
+"""Check that preference training resumes with the same reference model.
 
-PaddleFormers' preference training compares the trained model with a second one, which begins as a copy of the base. A
-checkpoint contains its *contents*: per tensor a sum over its elements, which is the same under every layout. A resume
-with another base is refused, and so is ``ref_model_update_steps``, with which the reference model would be state.
-
-A sum does not depend on the order of elements, because fused tensors are ordered by the tensor-parallel degree.
+The reference model begins as a copy of the base. A checkpoint contains its *contents*: per tensor a sum over the
+elements, which is equal under every layout. The sum does not depend on the order of elements, because fused tensors are
+ordered by the tensor-parallel degree. Resuming with another reference model raises an error. So does
+``ref_model_update_steps``, because an updated reference model would be part of the training state.
 
 Time: one pass over the reference model per run, about a second per gigabyte and rank.
 """
@@ -32,7 +31,7 @@ from paddleformers_fc.trainer import live_roles, own_statements, pretrained
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.options import REFERENCE_UPDATES, check_conflicts
 
-_PIECE = 1 << 18
+_CHUNK_ELEMENTS = 1 << 18
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
 
 
@@ -40,7 +39,7 @@ class ReferenceDocument(msgspec.Struct, forbid_unknown_fields=True):
     """``trainer/reference.json``.
 
     Args:
-        contents: per tensor its dtype, number of elements and sum.
+        contents: tensor -> its dtype, number of elements and sum, as text.
     """
 
     contents: dict[str, str]
@@ -52,7 +51,7 @@ def model_of(trainer: Any) -> Any:
 
 
 def check_no_updates(trainer: Any) -> None:
-    """Refuse updates of the reference model that a script has configured.
+    """Check that a script has not configured updates of the reference model.
 
     Raises:
         OptionError: with ``ref_model_update_steps``.
@@ -61,7 +60,7 @@ def check_no_updates(trainer: Any) -> None:
 
 
 def check_alike(reference: Any, model: Any) -> None:
-    """Refuse a reference model that our reader has not filled, unless its weights are those of the trained model.
+    """Check that the reference model was loaded by this package or equals the model.
 
     PaddleFormers' preference training copies the model into the reference model with ``set_state_dict``, which skips
     mismatches.
@@ -76,16 +75,16 @@ def check_alike(reference: Any, model: Any) -> None:
     if reference is None or pretrained.is_verified(reference):
         return
     tensors = dict(_tensors(model))
-    apart = [
+    different = [
         f"{name}: not equal to the model's"
         for name, tensor in _tensors(reference)
         if name not in tensors or not _equal(tensor, tensors[name])
     ]
-    if apart:
+    if different:
         raise MismatchError(
-            "The reference model was not read by paddleformers_fc, and is not the model.",
+            "The reference model was not loaded by paddleformers_fc, and differs from the model.",
             where="reference model",
-            evidence=fold(apart),
+            evidence=fold(different),
             next_step="Load both models from their directories after the training arguments were created with "
             "flex_checkpoint=True.",
         )
@@ -118,23 +117,23 @@ def from_document(values: Mapping[str, Any], where: AnyPath) -> ReferenceDocumen
 def check_same_reference(
     saved: ReferenceDocument, contents: Mapping[str, str], directory: AnyPath | Path, casts: bool = False
 ) -> None:
-    """Refuse a reference model with other numbers than that of the saved run.
+    """Check that a reference model has the contents that a checkpoint records.
 
     Args:
-        saved: the document of the checkpoint.
-        contents: of the live model, see :func:`contents_of`.
+        saved: the record in the checkpoint.
+        contents: the contents of the live model, see :func:`contents_of`.
         directory: the checkpoint.
-        casts: whether this run may have another precision, in which contents cannot be compared.
+        casts: whether precisions may differ; only numbers of elements are then compared.
 
     Raises:
         MismatchError: with every tensor that differs.
     """
-    apart = list(_differences(saved.contents, contents, casts))
-    if apart:
+    different = list(_differences(saved.contents, contents, casts))
+    if different:
         raise MismatchError(
-            "The reference model differs from that of the run that saved.",
+            "The reference model differs from the one that the saved run used.",
             where=str(directory),
-            evidence=fold(apart),
+            evidence=fold(different),
             next_step="Name the base of that run in model_name_or_path. To train against another reference model, set "
             "ignore_load_lr_and_optim: true, which starts a new run from these weights.",
         )
@@ -144,13 +143,13 @@ def _differences(saved: Mapping[str, str], now: Mapping[str, str], casts: bool) 
     for name in sorted({*saved, *now}):
         old, new = saved.get(name, "absent"), now.get(name, "absent")
         if casts and old.partition(" ")[0] != new.partition(" ")[0]:
-            old, new = (one.partition(" ")[2].partition(" ")[0] for one in (old, new))  # Numbers of elements.
+            old, new = (one.partition(" ")[2].partition(" ")[0] for one in (old, new))  # The numbers of elements.
         if old != new:
             yield f"{name}: saved {old}, now {new}"
 
 
-class _Part(msgspec.Struct):
-    """The elements of one box of a tensor."""
+class _ShardSum(msgspec.Struct):
+    """The sum over one shard of a tensor."""
 
     name: str
     box: Box
@@ -168,32 +167,32 @@ def contents_of(model: Any, channel: Channel) -> dict[str, str]:
     """
     own_statements.adopt(model, channel)
 
-    def work() -> list[_Part]:
+    def work() -> list[_ShardSum]:
         weights = live_roles.model_roles(model)[MODEL_STATE]
         shards = describe_roles({MODEL_STATE: weights})[MODEL_STATE]
-        left_out = model_ties(describe_model(model))  # Only some layouts have copies of tied tensors.
+        aliases = model_ties(describe_model(model))  # Only some layouts have copies of tied tensors.
         return [
-            _Part(name, shard.box, shard.dtype, shard.size, _total(weights[name].local_tensor, shard.size))
+            _ShardSum(name, shard.box, shard.dtype, shard.size, _total(weights[name].local_tensor, shard.size))
             for name, shard in shards.items()
-            if name not in left_out
+            if name not in aliases
         ]
 
-    everyone = all_gather_checked(channel, "comparing the reference model", work, list[_Part])
-    boxes = {(part.name, part.box): part for parts in everyone for part in parts}
-    whole: dict[str, tuple[str, int, int]] = {}
-    for part in boxes.values():
-        _, elements, total = whole.get(part.name, ("", 0, 0))
-        whole[part.name] = (part.dtype, elements + part.elements, (total + part.total) % 2**64)
-    return {name: f"{dtype} {elements} {total:016x}" for name, (dtype, elements, total) in sorted(whole.items())}
+    everyone = all_gather_checked(channel, "comparing the reference model", work, list[_ShardSum])
+    boxes = {(shard.name, shard.box): shard for shards in everyone for shard in shards}
+    totals: dict[str, tuple[str, int, int]] = {}
+    for shard in boxes.values():
+        _, elements, total = totals.get(shard.name, ("", 0, 0))
+        totals[shard.name] = (shard.dtype, elements + shard.elements, (total + shard.total) % 2**64)
+    return {name: f"{dtype} {elements} {total:016x}" for name, (dtype, elements, total) in sorted(totals.items())}
 
 
 def _total(tensor: Any, elements: int) -> int:
     """Return a sum over the mixed bits of every element, modulo 2**64."""
     total = 0
     for part in host_pieces(tensor, 0, elements):
-        for start in range(0, part.size, _PIECE):
-            piece = part[start : start + _PIECE]
-            bits = piece.view(f"u{piece.itemsize}").astype(np.uint64)
+        for start in range(0, part.size, _CHUNK_ELEMENTS):
+            chunk = part[start : start + _CHUNK_ELEMENTS]
+            bits = chunk.view(f"u{chunk.itemsize}").astype(np.uint64)
             for multiplier in _MULTIPLIERS:
                 bits *= np.uint64(multiplier)
                 bits ^= bits >> np.uint64(32)

@@ -1,6 +1,6 @@
 """The file for ``custom_register_path``: adds flex checkpoints to the stock ``paddleformers-cli``.
 
-The command line runs it in every worker process, by its path and under another module name, before it parses the YAML.
+The command line executes this file in every worker process, under another module name, before it parses the YAML.
 This command prints the path for the YAML::
 
     python -m paddleformers_fc.trainer.register
@@ -19,17 +19,17 @@ PATH = Path(__file__).resolve()
 """The path for ``custom_register_path``."""
 
 ALSO_RUN = "PADDLEFORMERS_FC_ALSO_RUN"
-"""The environment variable with a registration file of the user. It runs first: our methods call what it replaces."""
+"""The environment variable with the user's registration file, which runs first so that our methods wrap its."""
 
 
 def register() -> None:
     """Add ``flex_checkpoint`` to the stock Trainer and argument parser; on a CPU, patch Paddle for training.
 
-    If Paddle or PaddleFormers differs from the tested versions, a job without flex checkpoints continues
-    without this package, with a warning.
+    If upstream hooks are missing or different, a job without flex checkpoints continues without this package, with a
+    warning.
 
     Raises:
-        EnvironmentMismatch: they differ, and the job may use flex checkpoints.
+        EnvironmentMismatch: hooks are missing or different, and the job may use flex checkpoints.
     """
     from paddleformers_fc import upstream
     from paddleformers_fc.cpu_runtime import activate, needed
@@ -52,7 +52,7 @@ def register() -> None:
 
 
 def _may_use_flex() -> bool:
-    """Return whether ``flex_checkpoint`` may be true in this job; False only if its YAML shows otherwise."""
+    """Return False if the job's YAML shows that ``flex_checkpoint`` is not true; else True."""
     from paddleformers_fc import upstream
 
     if sys.argv[1:2] != ["train"]:
@@ -73,7 +73,7 @@ def _continue_without(error: Exception) -> None:
     with contextlib.suppress(EnvironmentMismatch):  # ``error`` lists the same faults.
         activate()
     logger = import_module(f"{upstream.FORMERS}.utils.log").logger
-    logger.warning(f"flex_checkpoint: true is refused in this environment; this job does not set it.\n{error}")
+    logger.warning(f"This environment does not support flex_checkpoint: true; this job does not set it.\n{error}")
     try:
         from paddleformers_fc.trainer.entry import install_options
 
@@ -85,7 +85,7 @@ def _continue_without(error: Exception) -> None:
 if __name__ == "__main__":
     print(PATH)
 elif __name__ != "paddleformers_fc.trainer.register":
-    # Absent while the other file runs, which may run this one by its path; present again for processes started later.
+    # Unset the variable meanwhile, because the user's file may run this one; set it again for later child processes.
     if (also_run := os.environ.pop(ALSO_RUN, None)) is not None:
         runpy.run_path(also_run, run_name=__name__)
         os.environ[ALSO_RUN] = also_run

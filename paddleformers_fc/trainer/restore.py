@@ -1,9 +1,9 @@
-"""The optimizer states that a load creates: their names in the live model, which may differ from the stored ones.
+"""Create the optimizer states that a load fills, under their names in the live model.
 
-Paddle creates optimizer states by the names of the live model. A checkpoint of another class of models has other names
-and fuses other parameters, and statements of a user (``aoa_config``) rename tensors. States have the names of the live
-parameters that are read from the parameters of the stored states. States of a tied parameter may be stored under any of
-its names, and are created under whichever name the live model gives them.
+Paddle creates optimizer states per live parameter. The checkpoint may have other names: another class of models names
+and fuses parameters differently, and a user's statements (``aoa_config``) rename tensors. A live parameter gets the
+states of all stored parameters that it is read from. States of a tied parameter may be stored under any of its names,
+and are created under the name that the live model uses.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Names = Collection[str]
 
 
 class LiveNames(msgspec.Struct, frozen=True):
-    """The names of stored states in a live model.
+    """Maps names of stored states to names in the live model.
 
     Args:
         sources: live parameter -> the stored parameters that it is read from; None if all names are equal.
         owners: stored alias of a tied parameter -> the name of its owner.
-        ties: the same of the live model.
+        ties: the same for the live model.
     """
 
     sources: Mapping[str, Names] | None = None
@@ -40,13 +40,7 @@ class LiveNames(msgspec.Struct, frozen=True):
     ties: Mapping[str, str] = msgspec.field(default_factory=dict)
 
     def of(self, stored: Names) -> set[str]:
-        """Return names of states in the live model.
-
-        Args:
-            stored: names of states in the checkpoint.
-        Returns:
-            a live parameter has the states of all stored parameters that it is read from, under all its names.
-        """
+        """Map names of states in the checkpoint to names in the live model, including all names of tied parameters."""
         suffixes: dict[str, set[str]] = {}
         for name in stored:
             parameter, _, suffix = name.rpartition(".")
@@ -65,7 +59,7 @@ class LiveNames(msgspec.Struct, frozen=True):
 
 
 def _live_names(checkpoint: OpenedCheckpoint, model: ModelDescription, weights: Roles, terms: LoadTerms) -> LiveNames:
-    """Return the names of a checkpoint's states in a live model.
+    """Derive the names of a checkpoint's states in a live model.
 
     Raises:
         FlexError: the model cannot be mapped, or a statement is invalid.
@@ -96,7 +90,7 @@ def _derived_sources(
 
 
 def _targets(rules: RuleSet) -> dict[str, set[str]]:
-    """Return the tensors of a model that contain a part of each canonical tensor."""
+    """Return for each canonical tensor the tensors of a model that contain a part of it."""
     found: dict[str, set[str]] = {}
     for rule in rules.rules:
         for source in rule.sources:
@@ -109,8 +103,8 @@ class Creation(msgspec.Struct, frozen=True):
 
     Args:
         stored: live names of stored states.
-        masters: live names of master weights that are read from stored weights. The other states of their parameters
-            are not stored, and start at their initial values.
+        masters: live names of master weights that are read from stored weights. Other states of these parameters are
+            not stored and keep their initial values.
     """
 
     stored: frozenset[str]
@@ -118,15 +112,15 @@ class Creation(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of states of all parameters that get states."""
+        """The names of all states to create."""
         return self.stored | self.masters
 
     def filled(self, live: Roles, before: Roles) -> LiveRoles:
-        """Return the tensors without states that start at their initial values.
+        """Return the tensors that the load fills: all except states that keep their initial values.
 
         Args:
             live: all tensors after the states were created.
-            before: all tensors before. States of trained steps would be of other weights, so they are not left out.
+            before: all tensors before. Existing states are filled too: after a load they would belong to other weights.
         """
         found = {role: dict(tensors) for role, tensors in live.items()}
         if not self.masters:
@@ -142,9 +136,9 @@ class LayoutSource(Protocol):
     """The live tensors of one rank, whose optimizer states a load creates.
 
     Attributes:
-        model: the layer or the state dict that has them.
-        has_states: whether the states of an optimizer are among them.
-        is_global: whether they have the layout of one device, however ranks divide them.
+        model: the layer or the state dict that contains them.
+        has_states: whether they include the states of an optimizer.
+        is_global: whether fused tensors have the layout of one device, however ranks divide them.
     """
 
     @property
@@ -153,7 +147,7 @@ class LayoutSource(Protocol):
 
     @property
     def has_states(self) -> bool:
-        """Return whether states of an optimizer are wanted."""
+        """Return whether the tensors include states of an optimizer."""
 
     @property
     def is_global(self) -> bool:
@@ -169,10 +163,10 @@ class LayoutSource(Protocol):
         """Return the names of trained parameters for which the optimizer keeps master weights."""
 
     def prepare(self, stored: Names) -> None:
-        """Make room for a load.
+        """Prepare the tensors for a load.
 
         Args:
-            stored: names of the stored optimizer states; those of this rank's parameters are created.
+            stored: names of optimizer states; create the states of this rank's parameters.
         """
 
 
@@ -181,21 +175,20 @@ def to_fill(
     checkpoint: OpenedCheckpoint,
     model: ModelDescription,
     terms: LoadTerms,
-    wanted: Names,
+    roles: Names,
 ) -> tuple[LiveRoles, LiveNames]:
     """Create the optimizer states that a checkpoint fills.
 
-    Master weights of trained parameters, whose precision may differ from the stored one, are read from weights if they
-    are not stored.
+    If the precision may differ and master weights are not stored, they are read from the stored weights.
 
     Args:
         live: the tensors of this rank.
         checkpoint: an opened checkpoint.
         model: the description of the model.
-        terms: how it may differ, and with statements all its tensors on all ranks.
-        wanted: the roles that are filled. Without ``optimizer_state`` no states but master weights are loaded.
+        terms: allowed differences, and with statements all tensors of the model on all ranks.
+        roles: the roles to load. Without ``optimizer_state``, master weights are the only states that are loaded.
     Returns:
-        all live tensors that it may fill, and the names of its states in the model.
+        the live tensors to load, and the mapping from stored to live names of states.
     Raises:
         FlexError: the model cannot be mapped, a statement is invalid, or the states cannot be created.
     """
@@ -205,11 +198,11 @@ def to_fill(
     half = live.trained_in_half() if terms.may_cast else frozenset[str]()
     weights = {name + MASTER.suffix for name in stored[MODEL_STATE]} if half else set()
     created = Creation(
-        frozenset(names.of({*masters, *(states if OPTIMIZER_STATE in wanted else {})})),
+        frozenset(names.of({*masters, *(states if OPTIMIZER_STATE in roles else {})})),
         frozenset(name for name in names.of(weights) if parameter_of_state(name) in half),
     )
     before = live.roles() if created.masters else {}
     live.prepare(created.names)
     found = created.filled(live.roles(), before)
-    # A stored role of which this rank holds nothing is named too: a load ignores roles that no rank names.
-    return {role: found.get(role, {}) for role in wanted if role in found or stored.get(role)}, names
+    # Name stored roles also if this rank has no shard of them: a load ignores roles that no rank names.
+    return {role: found.get(role, {}) for role in roles if role in found or stored.get(role)}, names
