@@ -8,8 +8,8 @@ from __future__ import annotations
 from paddleformers_fc.families import Family
 from paddleformers_fc.families.registry import NLP, family_classes
 
-_FLEET = "no logits compared: the model class is part of PaddleFleet, which no public package index has"
-_FLEET_LAYERS = "no logits compared: PaddleFormers' class is built from layers of PaddleFleet"
+_FLEET = "no logits compared: PaddleFleet is on no public index"
+_FLEET_LAYERS = "no logits compared: the class needs PaddleFleet, which is on no public index"
 
 NOT_COMPARED = {
     **dict.fromkeys(("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "deepseek_v4"), _FLEET),
@@ -26,16 +26,16 @@ FIXTURES = {
 """Number of checkpoints of Transformers whose logits are compared."""
 
 ONE_RANK = {
-    "ernie4_5_moe_vl": "compared for text without experts; experts, images and tensor parallelism run on GPUs alone",
-    "gpt_oss": "tensor parallelism is refused, because PaddleFormers describes a rank's attention sinks as whole",
-    "paddleocr_vl": "under tensor parallelism exports alone are compared, because PaddleFormers' forward pass fails",
+    "ernie4_5_moe_vl": "compared for text without experts; the rest runs only on GPUs",
+    "gpt_oss": "no tensor parallelism: PaddleFormers describes sharded attention sinks as complete",
+    "paddleocr_vl": "under tensor parallelism only exports are compared: PaddleFormers' forward pass fails",
 }
 """Families whose logits are compared on one rank alone, and the reasons."""
 
 EXCEPT = {
-    "deepseek_v3": "compared under TP 2 with q_lora_rank and sequence parallelism, which PaddleFormers requires there",
-    "glm_ocr": "files with tied embeddings are refused, because PaddleFormers never ties lm_head to the embeddings",
-    "qwen2_moe": "configurations with dense layers are refused, because PaddleFormers builds experts in every layer",
+    "deepseek_v3": "TP 2 with q_lora_rank and sequence parallelism, which PaddleFormers requires",
+    "glm_ocr": "files with tied embeddings are not supported: PaddleFormers never ties lm_head",
+    "qwen2_moe": "dense layers are not supported: PaddleFormers builds experts in every layer",
 }
 """Configurations that are not compared, and the reasons."""
 

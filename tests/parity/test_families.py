@@ -13,14 +13,14 @@ from tests.parity.test_parity import FIRST, NAMES, REFUSED, REFUSED_APART
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 HEAD = """# Families
 
-Written by `make families` from what the tests have compared; a test compares it.
+`make families` writes this page from what the tests compare.
 
-* **mapping**: every declaration is proved. *trained*: layouts are resumed under every other one on real ranks, see the
-  pages of [Llama](results/llama2.md), [ERNIE 4.5 MoE](results/ernie4_5_moe.md),
-  [Qwen 3](results/qwen3.md), [Qwen3-MoE](results/qwen3_moe.md) and [Qwen 2.5 VL](results/qwen2_5_vl.md).
-  *simulated*: the same with the tensors of [simulated ranks](results/simulated.md), where every family is.
-* **logits compared**: tiny checkpoints of Transformers, of vision-language models with images, are loaded under these
-  degrees of tensor parallelism. Logits agree within 2e-6, and exports are equal byte by byte.
+* **mapping**: every declaration is proved. *trained*: real ranks resume every layout under every other one, see
+  [Llama](results/llama2.md), [ERNIE 4.5 MoE](results/ernie4_5_moe.md), [Qwen 3](results/qwen3.md),
+  [Qwen3-MoE](results/qwen3_moe.md) and [Qwen 2.5 VL](results/qwen2_5_vl.md). *simulated*:
+  [simulated ranks](results/simulated.md) do the same with the tensors of all families.
+* **logits compared**: tiny checkpoints of Transformers, with images for vision-language models, are loaded under these
+  tensor-parallel degrees. Logits agree within 2e-6, and exports are equal byte by byte.
 
 """
 
