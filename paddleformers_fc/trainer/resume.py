@@ -1,16 +1,12 @@
 """Choose the checkpoint that a run resumes, and open it.
 
-Ranks may have output directories on different disks. All ranks choose the same step: the newest one of which every file
-is visible to some rank. It is opened when it is chosen, so that its metadata is read once. An incomplete or damaged
-checkpoint is skipped with a warning if the newest one was requested, and is an error if it was named. A directory
-without read permission is always an error: the resume of an older checkpoint because of a failed mount would lose
-steps.
+Output directories of ranks may be on different disks. All ranks choose the same step: the newest checkpoint of which
+every file is visible to some rank, in ``output_dir`` or in the local tier (:mod:`.tiers`). An automatic resume skips
+incomplete and damaged checkpoints with a warning; a named checkpoint must be valid. A directory without read permission
+is always an error, because resuming an older checkpoint after a failed mount would lose steps.
 
-A run with a local tier (:mod:`.tiers`) takes the newest one of both directories. A local checkpoint of which the disk
-of a node is missing is skipped as any incomplete one. Ranks exchange names with the directory in front of them.
-
-Two exchanges choose and open: in the first the coordinator sends the metadata of its newest checkpoint, or of the named
-one, with the runs of all that it sees. The second opens it, and carries the names that other disks may have.
+Cost: two exchanges. In the first, the coordinator broadcasts the metadata of its newest checkpoint (or the named one)
+and the runs of all checkpoints that it sees. In the second, all ranks open it and exchange the names on other disks.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ from paddleformers_fc.storage.paths import UNFINISHED, AnyPath, parse_hidden, pa
 from paddleformers_fc.trainer import lineage
 from paddleformers_fc.trainer.lineage import Saved, Seen
 
-_LOOKING = "looking for checkpoints"
+_SEARCHING = "looking for checkpoints"
 _DAMAGED = "is damaged"
 _NOT_RESUMABLE = "not a checkpoint of another format"
 _MOST_NAMED = 3
@@ -59,11 +55,11 @@ class Choice:
     """The checkpoint that a run resumes.
 
     Args:
-        path: in this rank's output directory, or as it was named.
-        opened: with the metadata that the choice has read, which the load takes; None for the newest one of another
-            format.
+        path: the path in this rank's output directory, or as it was named.
+        opened: the opened checkpoint, so that the load does not read its metadata again; None for the newest one of
+            another format.
         named: whether a user named it; otherwise it is the newest one.
-        seconds: that it took to choose it.
+        seconds: duration of the choice.
         saved: the finished checkpoints of the output directory, if the choice has read them.
     """
 
@@ -76,14 +72,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Search:
-    """Where the newest checkpoint of a run is looked for.
+    """Where to look for the newest checkpoint of a run.
 
     Args:
         output_dir: where the run saves.
         channel: all ranks of the job.
-        warn: receives a line for the directories that are skipped for one reason.
+        warn: receives one line per reason, with the directories that are skipped for it.
         config: the configuration of the live model, for checkpoints of other formats that have none.
-        documents: documents to read with the metadata.
+        documents: documents to read together with the metadata.
         local_dir: the local tier; None without one.
     """
 
@@ -101,7 +97,7 @@ class Search:
 
 
 def places_of(output_dir: Path, local_dir: Path | None) -> dict[str, Path]:
-    """Return the directories of a run by the names that ranks exchange, as for :func:`.manifest.names_in`."""
+    """Return the directories of a run by prefix, as for :func:`.manifest.names_in`; ranks exchange prefixed names."""
     return {"": output_dir} if local_dir is None else {"": output_dir, _LOCAL: local_dir}
 
 
@@ -113,12 +109,12 @@ def find_newest(
     Args:
         output_dir: where the run saves.
         channel: all ranks of the job.
-        known: names of checkpoints that are known to be complete; the same on every rank.
+        known: names of checkpoints that need no check; the same on every rank.
     Returns:
-        a path in this rank's output directory, of the same step on every rank, or None; and the skipped newer
-        directories with the reasons, which are the same on every rank.
+        its path in this rank's output directory, or None; and the skipped newer directories with the reasons. Step and
+        reasons are the same on every rank.
     Raises:
-        StorageError: the operating system refused access.
+        StorageError: the operating system denied access.
     """
 
     def check(path: Path) -> None:
@@ -134,8 +130,8 @@ class _Listed(msgspec.Struct):
 
     Args:
         seen: the checkpoints.
-        first: the name of the newest one that may be resumed; empty without one.
-        sent: what it reads of that one, or of the named one; None if its metadata cannot be read.
+        first: the name of the newest candidate; empty without one.
+        sent: the metadata of that one, or of the named one; None if it cannot be read.
     """
 
     seen: Seen
@@ -146,26 +142,25 @@ class _Listed(msgspec.Struct):
 def _open_usable(
     search: Search, without: Collection[Path]
 ) -> tuple[OpenedCheckpoint | None, list[tuple[Path, str]], list[Saved]]:
-    """Open the newest usable checkpoint, and return it with what is skipped, as :func:`find_newest`.
+    """Open the newest usable checkpoint. Return it, the skipped ones, and the finished checkpoints of all ranks.
 
-    The third result are the finished checkpoints of all ranks.
-
-    If all ranks see the manifest of the coordinator's newest one, they share a disk, and no other rank lists the
-    directory. With a local tier all ranks list both, in the exchange that opens it: another node may have newer ones.
+    If all ranks see the manifest of the coordinator's newest checkpoint, they share a disk, and only the coordinator
+    lists the directory. With a local tier all ranks list both directories in the exchange that opens the checkpoint,
+    because another node may have newer ones.
     """
     channel, places = search.channel, search.places
 
-    def look() -> _Listed:
+    def list_own() -> _Listed:
         listed = _Listed(lineage.look(places, channel))
         first = next((name for name in listed.seen.names if located(name, places) not in without), "")
         if first and parse_hidden(Path(first)) is None:
-            with suppress(CheckpointError):  # Which the reasons below repeat.
+            with suppress(CheckpointError):  # The reasons below include it.
                 listed.sent = read_metadata(located(first, places), search.documents)
                 listed.first = first
         return listed
 
-    listed, opened = broadcast(channel, _LOOKING, look, _Listed), dict[Path, OpenedCheckpoint]()
-    refused: dict[Path, CheckpointError | Diverged] = {}
+    listed, opened = broadcast(channel, _SEARCHING, list_own, _Listed), dict[Path, OpenedCheckpoint]()
+    failed: dict[Path, CheckpointError | Diverged] = {}
     everyone: Sequence[list[str]] = ()
     if listed.sent is not None and listed.sent.metadata is not None:
         first = located(listed.first, places)
@@ -173,7 +168,7 @@ def _open_usable(
         try:
             opening = open_sent(first, channel, listed.sent, names=names, as_newest=True)
         except (CheckpointError, Diverged) as error:
-            refused[first] = error
+            failed[first] = error
         else:
             opened[first] = opening.checkpoint
             if search.local_dir is not None:
@@ -182,8 +177,8 @@ def _open_usable(
                 return opened[first], [], listed.seen.saved
 
     def open_next(path: Path) -> None:
-        if path in refused:
-            raise refused[path]
+        if path in failed:
+            raise failed[path]
         if path not in opened:
             opened[path] = open_newest(path, channel, search.documents)
 
@@ -196,7 +191,7 @@ def _open_usable(
 
 
 def _saved_on_all(listed: _Listed, everyone: Sequence[list[str]], search: Search) -> list[Saved]:
-    """Return the finished checkpoints of all ranks, of which the coordinator has read its own."""
+    """Return the finished checkpoints of all ranks; the coordinator has read its own already."""
     return lineage.saved_on_all([listed.seen, *map(Seen, everyone[1:])], search.places, search.channel)
 
 
@@ -218,32 +213,31 @@ def _paths(everyone: Sequence[list[str]], places: Mapping[str, Path], channel: C
 
 def _names_on_all(places: Mapping[str, Path], channel: Channel) -> list[list[str]]:
     """Return the names of the candidates that each rank sees."""
-    return all_gather_checked(channel, _LOOKING, partial(names_in, places), list[str])
+    return all_gather_checked(channel, _SEARCHING, partial(names_in, places), list[str])
 
 
 def newest_or_begin(search: Search) -> Choice | None:
-    """Open the checkpoint of a run that starts from the beginning if nothing was saved. Every rank must call.
+    """Open the newest checkpoint; return None if nothing was saved, so that the run starts anew. Every rank must call.
 
     Raises:
-        NotACheckpoint: the same on every rank: there are checkpoints, and none can be resumed. A run from the beginning
-            would overwrite them.
+        NotACheckpoint: the same on every rank: there are checkpoints, and none can be resumed. A new run would
+            overwrite them.
     """
     found, skipped = _find(search)
     kinds = _kinds(search) if found is None and skipped else {}
     if kinds:
         raise NotACheckpoint(
-            f"{search.output_dir} has checkpoints, and none can be resumed. A run from the beginning would overwrite "
-            "them.",
+            f"{search.output_dir} has checkpoints, and none can be resumed. A new run would overwrite them.",
             where=str(search.output_dir),
             evidence=[_reason(path, kinds, search, why) for path, why in skipped],
-            next_step="Restore what is missing, or name a checkpoint in resume_from_checkpoint. To start from the "
-            "beginning, name another output_dir, or set overwrite_output_dir: true.",
+            next_step="Restore the missing files, or name a checkpoint in resume_from_checkpoint. To start a new run, "
+            "name another output_dir, or set overwrite_output_dir: true.",
         )
     return found
 
 
 def _reason(path: Path, kinds: Mapping[str, str], search: Search, why: str) -> str:
-    """Return one line about a directory that is skipped; a checkpoint of another format needs no fault beside it."""
+    """Return one line about a skipped directory; for a checkpoint of another format, the format says enough."""
     if path.parent == search.local_dir:
         return f"{path}: {why}"
     name, kind = path.name, kinds.get(path.name, "")
@@ -261,7 +255,7 @@ def _find(search: Search, without: Collection[Path] = ()) -> tuple[Choice | None
         skipped = [(path, reasons.get(path.name, why)) for path, why in skipped if path != other]
         if other is not None:
             found = Choice(other)
-            search.warn(f"{search.output_dir} has no flex checkpoint. {other}, which {_kind_of(other)}, is resumed.")
+            search.warn(f"{search.output_dir} has no flex checkpoint. Resuming {other}, which {_kind_of(other)}.")
             skipped = [(path, why) for path, why in skipped if path.name in reasons or path not in stock]
     same: dict[tuple[Path, str], list[str]] = {}
     for path, why in skipped:
@@ -282,11 +276,11 @@ def newest_of_other_formats(
         channel: all ranks of the job.
         config: as for :class:`Search`.
     Returns:
-        it, and by name the faults of newer checkpoints of other formats.
+        the checkpoint or None, and the faults of newer checkpoints of other formats by name.
     """
     reasons: dict[str, str] = {}
     for path in directories:
-        faults = all_gather_checked(channel, f"looking at {path.name}", partial(_fault_of_other, path, config), str)
+        faults = all_gather_checked(channel, f"checking {path.name}", partial(_fault_of_other, path, config), str)
         fault = next(filter(None, faults), "")
         if not fault:
             return path, reasons
@@ -309,16 +303,16 @@ def _fault_of_other(path: Path, config: Mapping[str, Any] | None) -> str:
 def _kinds(search: Search) -> dict[str, str]:
     """Return the kinds of the candidates of all ranks by name; empty directories are omitted."""
 
-    def look() -> dict[str, str]:
+    def own_kinds() -> dict[str, str]:
         seen = [path for path in candidates_in(search.output_dir) if is_directory(path) and list_directory(path)]
         return {path.name: _kind_of(path) for path in seen}
 
-    everyone = all_gather_checked(search.channel, _LOOKING, look, dict[str, str])
+    everyone = all_gather_checked(search.channel, _SEARCHING, own_kinds, dict[str, str])
     return {name: kind for kinds in everyone for name, kind in kinds.items()}
 
 
 def _kind_of(directory: Path) -> str:
-    """Return the kind of a directory that cannot be resumed, from the names in it alone."""
+    """Return the kind of a directory that cannot be resumed, from its file names alone."""
     if exists(directory / MANIFEST_NAME):
         return _DAMAGED
     found = format_of(directory)
@@ -332,7 +326,7 @@ def newest_or_refuse(search: Search, unusable: Mapping[Path, str] | None = None)
         search: where to look.
         unusable: directories that have failed verification before, with the reasons.
     Raises:
-        NotACheckpoint: the same on every rank: there is none, with the reason for every directory that is skipped.
+        NotACheckpoint: the same on every rank: there is none. The error lists every skipped directory with its reason.
     """
     unusable = unusable or {}
     found, skipped = _find(search, unusable)
@@ -342,11 +336,11 @@ def newest_or_refuse(search: Search, unusable: Mapping[Path, str] | None = None)
 
 
 def no_checkpoint(output_dir: Path, reasons: Iterable[tuple[Path, str]]) -> NotACheckpoint:
-    """Return the error about a run that must resume and has no checkpoint.
+    """Return the error for a run that must resume and has no checkpoint.
 
     Args:
         output_dir: where the run saves.
-        reasons: the directories that are skipped, each with its reason.
+        reasons: the skipped directories, each with its reason.
     """
     return NotACheckpoint(
         f"{output_dir} has no finished checkpoint to resume from.",
@@ -359,9 +353,9 @@ def no_checkpoint(output_dir: Path, reasons: Iterable[tuple[Path, str]]) -> NotA
 def newest_without_changes(
     output_dir: Path, local_dir: Path | None = None
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the checkpoint that an automatic resume takes, and those that it skips, as far as this process sees.
+    """Return the checkpoint that an automatic resume would take, and those that it would skip, as this process sees it.
 
-    The disk is not changed, so that an interrupted commit stays as it is.
+    Nothing on disk changes: an interrupted commit is not recovered.
     """
     newest, skipped = newest_checkpoint(*places_of(output_dir, local_dir).values())
     if newest is not None or not skipped:
@@ -372,7 +366,7 @@ def newest_without_changes(
 
 
 def with_new_run_advice(error: MismatchError) -> MismatchError:
-    """Return the error about the newest checkpoint, which no user named, with the way to a new run."""
+    """Return the error with advice on how to start a new run, for a checkpoint that the user did not name."""
     advice = "It is the newest checkpoint in output_dir: to start a new run, set another output_dir."
     next_step = f"{error.next_step} {advice}".strip()
     return type(error)(error.what, where=error.where, evidence=error.evidence, next_step=next_step)
@@ -383,14 +377,14 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
 
     Args:
         directory: as it was named on this rank.
-        verify: the level.
+        verify: the verification level.
         search: the channel and the configuration of the live model.
     Raises:
-        NotACheckpoint: it is visible to no rank; the error describes the directory.
+        NotACheckpoint: no rank sees it; the error describes the directory.
     """
     channel, places = search.channel, search.places
 
-    def look() -> _Listed:
+    def list_own() -> _Listed:
         return _Listed(lineage.look_for_runs(places, channel), sent=read_metadata(directory, search.documents))
 
     def names() -> list[str]:
@@ -400,8 +394,8 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
         require_checkpoint(directory)
         return search.config or {}
 
-    def look_aside() -> bool:
-        """Give a checkpoint that an interrupted commit has left aside its name back."""
+    def restore_backup() -> bool:
+        """Rename the backup that an interrupted commit has left; return whether the checkpoint is there now."""
         manifest = directory / MANIFEST_NAME
         if exists(manifest) or not (isinstance(directory, Path) and is_directory(directory.parent)):
             return False
@@ -409,10 +403,10 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
         return exists(manifest)
 
     try:
-        listed = broadcast(channel, f"reading the metadata of {directory.name}", look, _Listed)
+        listed = broadcast(channel, f"reading the metadata of {directory.name}", list_own, _Listed)
         opening = open_sent(directory, channel, listed.sent or Sent(), verify, config, names=names)
     except CheckpointError:
-        if not any(all_gather_checked(channel, f"looking for {directory.name}", look_aside, bool)):
+        if not any(all_gather_checked(channel, f"looking for {directory.name}", restore_backup, bool)):
             raise
         opened = open_on_all_ranks(directory, channel, verify, config=config, documents=search.documents)
         return Choice(directory, opened, named=True)
@@ -420,18 +414,18 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
 
 
 def require_checkpoint(directory: AnyPath) -> None:
-    """Refuse a directory that was named in ``resume_from_checkpoint`` if it has no manifest.
+    """Check that a directory named in ``resume_from_checkpoint`` is a checkpoint, by its file names alone.
 
     Raises:
-        NotACheckpoint: with the kind of the directory, from the names in it alone.
+        NotACheckpoint: it is not; with the kind of the directory.
     """
     if exists(directory / MANIFEST_NAME) or is_resumable(directory):
         return
     inside = _checkpoints_in(directory)
     choose = f"Name one of its checkpoints: {', '.join(inside)}." if inside else ""
     if not (exists(directory) or is_directory(directory)):
-        beside = _checkpoints_in(directory.parent)
-        evidence = [f"{directory.parent} has {', '.join(beside)}"] if beside else []
+        siblings = _checkpoints_in(directory.parent)
+        evidence = [f"{directory.parent} has {', '.join(siblings)}"] if siblings else []
         advice = "Name a checkpoint-N directory, or set resume_from_checkpoint: true for the newest in output_dir."
         raise NotACheckpoint(f"{directory} does not exist.", where=str(directory), evidence=evidence, next_step=advice)
     other = format_of(directory)
@@ -449,13 +443,13 @@ def require_checkpoint(directory: AnyPath) -> None:
 
 
 def is_unfinished(directory: AnyPath) -> bool:
-    """Return whether a directory without a manifest is the rest of an interrupted save."""
-    beside = parse_hidden(directory)
-    return (beside is not None and beside[1] == UNFINISHED) or exists(directory / MAPPING_NAME)
+    """Return whether a directory without a manifest was left by an interrupted save."""
+    hidden = parse_hidden(directory)
+    return (hidden is not None and hidden[1] == UNFINISHED) or exists(directory / MAPPING_NAME)
 
 
 def _advice_from_deeper(directory: AnyPath) -> str:
-    """Name some checkpoints in the output directories below a directory, such as that of the demo."""
+    """Return advice that names checkpoints in output directories below this one, if there are any."""
     if not isinstance(directory, Path):
         return ""
     deeper = (path for above in ("*", "*/*") for path in directory.glob(f"{above}/checkpoint-*/{MANIFEST_NAME}"))

@@ -1,12 +1,10 @@
-"""The state of every random generator of a process, to and from JSON.
+"""Save and restore the random generators of a process as JSON.
 
-Python's, numpy's, Paddle's for this device and for the CPU, and those of the hybrid-parallel tracker for dropout under
-tensor parallelism. Paddle's generator state is a device number, a seed, an offset and the engine's state as text. Its
-pickle contains these four, and this module reads them without the pickle.
+The generators are Python's, numpy's, Paddle's for the device and the CPU, and those of the hybrid-parallel tracker,
+which drive dropout under tensor parallelism. A Paddle generator is stored as its device number, seed, offset and engine
+state, without pickle. States are restored only if the number of ranks is unchanged.
 
-States are restored in the number of ranks that saved them, and otherwise not at all, with a warning.
-
-About 30 kB per process.
+Size: about 30 kB per process.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ _TENSOR_PARALLEL_GENERATOR = "model_parallel_rng"
 _Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
-class _Taken(msgspec.Struct, forbid_unknown_fields=True):
-    """One generator of Paddle: its engine's state are numbers in decimal, which Paddle parses without a check."""
+class _GeneratorRecord(msgspec.Struct, forbid_unknown_fields=True):
+    """A generator of Paddle. The engine's state is a text of decimal numbers, which Paddle parses without checks."""
 
     device: _Word
     seed: int
@@ -42,21 +40,21 @@ class _Taken(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Generators(msgspec.Struct, forbid_unknown_fields=True):
-    """The document of one process; Python and numpy validate the fields of type Any."""
+    """The generators of one process. Python and numpy validate the fields of type Any."""
 
     world_size: int
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
-    cpu: _Taken
-    device: list[_Taken]
-    hybrid_parallel: dict[str, list[_Taken]]
+    cpu: _GeneratorRecord
+    device: list[_GeneratorRecord]
+    hybrid_parallel: dict[str, list[_GeneratorRecord]]
 
 
 def capture(world_size: int, hybrid: bool) -> Callable[[], bytes]:
-    """Capture the state of this process's generators, and return a function that encodes it as a JSON document.
+    """Capture the state of this process's generators, and return a function that encodes it as JSON.
 
     Args:
-        world_size: number of processes; a state is only meaningful for the same number.
+        world_size: number of processes, which must be the same at the restore.
         hybrid: whether the hybrid-parallel tracker is in use.
     """
     tracked = get_rng_state_tracker().get_states_tracker() if hybrid else {}
@@ -64,40 +62,40 @@ def capture(world_size: int, hybrid: bool) -> Callable[[], bytes]:
         "world_size": world_size,
         "python": random.getstate(),
         "numpy": np.random.get_state(),
-        "cpu": _taken(core.default_cpu_generator().get_state()),
-        "device": [_taken(state) for state in paddle.get_rng_state()],
-        "hybrid_parallel": {name: [_taken(state) for state in states] for name, states in tracked.items()},
+        "cpu": _to_record(core.default_cpu_generator().get_state()),
+        "device": [_to_record(state) for state in paddle.get_rng_state()],
+        "hybrid_parallel": {name: [_to_record(state) for state in states] for name, states in tracked.items()},
     }
     return partial(encode, captured, "random generators")
 
 
 def restore(raw: bytes, where: str, world_size: int, hybrid: bool, tensor_parallel: bool) -> bool:
-    """Set this process's generators to a captured state.
+    """Restore this process's generators.
 
     Args:
-        raw: the document of :func:`capture`.
-        where: the file it was read from.
-        world_size: number of processes now.
+        raw: the JSON that the function of :func:`capture` returns.
+        where: the file that contains it, for errors.
+        world_size: current number of processes.
         hybrid: whether the hybrid-parallel tracker is in use.
-        tensor_parallel: whether the tensor-parallel degree is above one; its generator is left alone otherwise.
+        tensor_parallel: whether the tensor-parallel degree is above one; its generator is unchanged otherwise.
 
     Returns:
-        False if the number of processes has changed, in which case nothing is set.
+        False if the number of processes has changed; nothing is restored then.
 
     Raises:
-        FormatError: the document is damaged.
+        FormatError: the file is damaged.
     """
     try:
         state = msgspec.convert(decode_object(raw, where), type=_Generators)
         if state.world_size != world_size:
             return False
-        # Both on generators of no account first: one that cannot be set would otherwise leave the others set.
+        # Validate on throwaway generators: an invalid state must not leave only some generators restored.
         random.Random().setstate(state.python)
         np.random.RandomState().set_state(state.numpy)
         random.setstate(state.python)
         np.random.set_state(state.numpy)
         _set_device(state.device)
-        core.default_cpu_generator().set_state(_made(state.cpu))
+        core.default_cpu_generator().set_state(_to_state(state.cpu))
         if hybrid:
             _set_tracker(state.hybrid_parallel, tensor_parallel)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
@@ -110,36 +108,36 @@ def restore(raw: bytes, where: str, world_size: int, hybrid: bool, tensor_parall
     return True
 
 
-def _set_device(states: list[_Taken]) -> None:
+def _set_device(states: list[_GeneratorRecord]) -> None:
     current = paddle.get_rng_state()
     if len(states) != len(current):
         logger.warning(
-            f"The random state of {len(states)} devices was saved and this process has {len(current)}: not restored."
+            f"Random states of devices are not restored: {len(states)} were saved, and this process has {len(current)}."
         )
         return
-    paddle.set_rng_state([_made(state) for state in states])
+    paddle.set_rng_state([_to_state(state) for state in states])
 
 
-def _set_tracker(states: dict[str, list[_Taken]], tensor_parallel: bool) -> None:
+def _set_tracker(records: dict[str, list[_GeneratorRecord]], tensor_parallel: bool) -> None:
     tracker = get_rng_state_tracker()
     known = set(tracker.get_states_tracker())
-    wanted = {
-        name: [_made(state) for state in saved]
-        for name, saved in states.items()
+    states = {
+        name: [_to_state(record) for record in saved]
+        for name, saved in records.items()
         if tensor_parallel or name != _TENSOR_PARALLEL_GENERATOR
     }
-    unknown = sorted(set(wanted) - known)
+    unknown = sorted(set(states) - known)
     if unknown:
-        logger.warning(f"These generators do not exist under this parallel layout and stay unset: {unknown}.")
-    tracker.set_states_tracker({name: saved for name, saved in wanted.items() if name in known})
+        logger.warning(f"These random generators do not exist under this layout and are not restored: {unknown}.")
+    tracker.set_states_tracker({name: saved for name, saved in states.items() if name in known})
 
 
-def _taken(state: Any) -> dict[str, Any]:
+def _to_record(state: Any) -> dict[str, Any]:
     device, seed, offset, engine = state.__getstate__()
     return {"device": int(device), "seed": int(seed), "offset": int(offset), "engine": bytes(engine).decode("latin-1")}
 
 
-def _made(taken: _Taken) -> Any:
+def _to_state(record: _GeneratorRecord) -> Any:
     state = core.GeneratorState.__new__(core.GeneratorState)
-    state.__setstate__((taken.device, taken.seed, taken.offset, list(taken.engine.encode("latin-1"))))
+    state.__setstate__((record.device, record.seed, record.offset, list(record.engine.encode("latin-1"))))
     return state
