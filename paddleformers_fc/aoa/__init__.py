@@ -1,8 +1,8 @@
-"""Paddle's AOA language: statements that relate the tensors of two sides.
+"""Paddle's AOA language: statements that map the tensors of one side to the other.
 
-:func:`read_config` parses the statements, :func:`evaluate` gives their mapping between real tensors, which is then
-proved like any other. :func:`render` writes rules as text that Paddle's own engine evaluates alike. The language is
-described in ``docs/aoa.md``.
+:func:`read_config` parses statements, and :func:`evaluate` returns their mapping between real tensors, which is proved
+like any other mapping. :func:`render` writes rules as statements with the same meaning in Paddle's own engine.
+``docs/aoa.md`` describes the language.
 """
 
 from paddleformers_fc.aoa.evaluate import assigned_names as assigned_names, evaluate as evaluate, parse as parse

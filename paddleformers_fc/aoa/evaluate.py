@@ -1,14 +1,12 @@
-"""Evaluate a program between two sides of tensors: the mapping of its statements.
+"""Evaluate AOA statements between the tensors of two sides, and return their mapping.
 
-Expanded statements are executed one after the other: each becomes a rule, which is applied to the values that it reads.
-A name refers to its last assignment, or to the left tensor of that name. A right tensor without an assignment is the
-left tensor of its name.
+Expanded statements run in order. Each becomes a rule, applied to the values that it reads. A name refers to its last
+assignment, or else to the left tensor of that name. Right tensors without an assignment load from the same name.
 
-All statements are evaluated before a fault is raised, so that one report lists the faults of all of them. Faults do not
-spread: the target of a faulty statement is unknown, and statements that read it are skipped. The mapping still has to
-be proved (:func:`paddleformers_fc.mapping.prove`). Faults that a proof would find in boxes are reported here with the
-statement: a shape or dtype that does not fit, an assigned name that no tensor and no statement uses, and a source that
-is read twice. Time is linear in the text, the tensors, and the boxes of expanded statements, whose number is bounded.
+One error reports the faults of all statements. The target of a faulty statement is unknown, and statements that read it
+are skipped. The caller still has to prove the mapping (:func:`paddleformers_fc.mapping.prove`). Wrong shapes and
+dtypes, unused names and sources that are read twice are already reported here, because here the statement is known.
+Time is linear in the text, the tensors, and the boxes of expanded statements, whose number is limited.
 """
 
 from __future__ import annotations
@@ -30,46 +28,46 @@ _SPARE = 200_000
 _PER_TENSOR = 64
 
 
-def evaluate(program: Program, stored: Tensors, wanted: Tensors | None, ties: Iterable[Tie] = ()) -> TensorMapping:
-    """Return the mapping of a program, from the stored tensors to the wanted ones.
+def evaluate(program: Program, stored: Tensors, targets: Tensors | None, ties: Iterable[Tie] = ()) -> TensorMapping:
+    """Return the mapping of a program, from stored tensors to target tensors.
 
     A program for the opposite direction is evaluated in its own direction, and the mapping is reversed.
 
     Args:
         program: the parsed statements.
-        stored: every tensor that may be read.
-        wanted: every wanted tensor; None if they follow from the statements.
-        ties: right tensors that are another name of an owner. A statement that copies the owner's source to the alias
-            is equal to the tie, and the alias is not in the mapping.
+        stored: every stored tensor.
+        targets: every target tensor; None if they follow from the statements.
+        ties: right tensors that are another name of an owner. A statement may copy the owner's source to the alias; the
+            mapping omits the alias.
     Returns:
         the mapping, not proved.
     Raises:
-        MappingError: the faults of all statements, or the left side of a reversed program is not known.
+        MappingError: with the faults of all statements; or the left side of a reversed program is unknown.
     """
     if not program.reverse:
-        return _evaluated(program, stored, wanted, ties)
-    if wanted is None:
+        return _evaluated(program, stored, targets, ties)
+    if targets is None:
         raise MappingError(
             "aoa_config_reverse requires the tensors of both sides.",
             where="aoa_config",
             evidence=["aoa_config_reverse is true, and the tensors on the left side are not given"],
             next_step="Give the names, shapes and dtypes of the tensors on the left of the arrows.",
         )
-    return _evaluated(program, wanted, stored, ties).reversed()
+    return _evaluated(program, targets, stored, ties).reversed()
 
 
 def parse(statements: Sequence[str], left: Tensors, right: Tensors | None, ties: Iterable[Tie] = ()) -> TensorMapping:
-    """Read and evaluate statements. Arguments, result and errors as of :func:`evaluate`."""
+    """Parse and evaluate statements, as :func:`evaluate` does."""
     return evaluate(read_statements(statements), left, right, ties)
 
 
-def assigned_names(program: Program, stored: Tensors, wanted: Tensors) -> frozenset[str]:
-    """Return the wanted tensors that a program assigns. The others keep the stored tensor of their name.
+def assigned_names(program: Program, stored: Tensors, targets: Tensors) -> frozenset[str]:
+    """Return the target tensors that a program assigns. Other targets load from the same name.
 
     Raises:
-        MappingError: the faults of single statements.
+        MappingError: with the faults of single statements.
     """
-    left, right = (wanted, stored) if program.reverse else (stored, wanted)
+    left, right = (targets, stored) if program.reverse else (stored, targets)
     faults = Faults()
     steps = _steps(program, Expander(NameIndex(left), NameIndex(right), _budget(left, right)), faults)
     faults.raise_any()
@@ -93,7 +91,7 @@ def _budget(left: Tensors, right: Tensors | None) -> Budget:
 
 
 def _steps(program: Program, expander: Expander, faults: Faults) -> list[Step]:
-    """Return the expanded statements, and add the faults of those that are invalid."""
+    """Expand all statements, and add the faults of invalid ones."""
     for line, fault in program.invalid:
         faults.add(line, fault, Span(0, len(line.text)))
     steps: list[Step] = []
@@ -106,11 +104,11 @@ def _steps(program: Program, expander: Expander, faults: Faults) -> list[Step]:
 
 
 _Output = tuple[Value, Step | None]
-"""The value of a right tensor, and the step that assigned it; None for equal names."""
+"""The value of a right tensor, and the step that assigned it; None if it loads from the same name."""
 
 
 class _UnknownName(Fault):
-    """An unknown name that a statement reads."""
+    """A statement reads an unknown name."""
 
     def __init__(self, name: str, near: str, span: Span) -> None:
         self.name = name
@@ -118,13 +116,13 @@ class _UnknownName(Fault):
 
 
 class _Evaluation:
-    """One evaluation of all steps.
+    """Evaluates all steps.
 
     Args:
         left: the tensors on the left side.
-        right: the tensors on the right side; None where they follow from the statements.
+        right: the tensors on the right side; None if they follow from the statements.
         index: the names of the left side.
-        budget: limit of all boxes.
+        budget: limits the number of boxes.
         faults: receives the faults.
     """
 
@@ -132,7 +130,7 @@ class _Evaluation:
         self._left, self._right = left, right
         self._index, self._budget, self._faults = index, budget, faults
         self._rules = Composition()
-        # The value of every assigned name; None where a faulty statement would have assigned it.
+        # The value of every assigned name; None if a faulty statement assigns it.
         self._values: dict[str, Value | None] = {}
         self._assigned: dict[str, Step] = {}
         self._unread: set[str] = set()
@@ -143,7 +141,7 @@ class _Evaluation:
     def run(self, steps: Sequence[Step]) -> None:
         """Execute every step.
 
-        An unknown name is ignored if a faulty statement mentions it, which may have been meant to assign it.
+        Unknown names that a faulty statement mentions are not reported: it may have been meant to assign them.
         """
         excused = {name for line in self._faults.lines for name in name_skeletons(line.text)}
         for step, shards in zip(steps, rules.shards_written(steps, self._right or {}), strict=True):
@@ -203,7 +201,7 @@ class _Evaluation:
         return [self._moved(operation, values[0], step.right[0])]
 
     def _groups(self, fused: Fused, values: list[Value], into: int, shards: Shards) -> tuple[int, int]:
-        """Return the number of groups of a single tensor that is read, and of a single result."""
+        """Return the number of groups of a single source, and of a single result."""
         if fused.kind == QKV:
             heads = fused.counts[1]
             self._budget.spend(3 * min(heads, max((length for one in values for length in one.shape), default=0)))
@@ -217,10 +215,10 @@ class _Evaluation:
         if move.permute is not None:
             return self._permuted(value, move.permute)
         if move.reshape:
-            # A name that is no right tensor has the shape in the text.
-            wanted = self._right[name].shape if self._right and name in self._right else move.reshape
+            # An intermediate name has the shape in the statement.
+            shape = self._right[name].shape if self._right and name in self._right else move.reshape
             self._budget.spend(min(prod(move.reshape[:1] + move.reshape[2:-1]), prod(value.shape)))
-            return self._rules.reshaped(value, move.reshape, wanted)
+            return self._rules.reshaped(value, move.reshape, shape)
         if move.read_as is not None:
             stored = value.dtypes(self._left)
             if stored != {move.read_as}:
@@ -239,14 +237,14 @@ class _Evaluation:
             self._faults.add(step.statement.line, fault, step.statement.arrow)
 
     def mapping(self, aliases: Mapping[str, str]) -> TensorMapping:
-        """Return the mapping of all assignments, and report the faults that are visible only after the last statement.
+        """Return the mapping of all assignments, and report faults that only show after the last statement.
 
         Args:
             aliases: tied right names and their owners.
         """
-        left, outputs = self._left, dict(self._derived() if self._right is None else self._wanted(self._right))
+        left, outputs = self._left, dict(self._derived() if self._right is None else self._assigned_to(self._right))
         if self._right is not None:
-            self._check_wanted(outputs, self._right)
+            self._check_targets(outputs, self._right)
         self._check_one_sided()
         self._check_aliases(outputs, aliases)
         kept = {name: output for name, output in outputs.items() if name not in aliases}
@@ -265,8 +263,8 @@ class _Evaluation:
             dropped=frozenset(self._dropped.keys() & left),
         )
 
-    def _wanted(self, right: Tensors) -> Iterator[tuple[str, _Output]]:
-        """Yield right tensors by assignment, and by equal names."""
+    def _assigned_to(self, right: Tensors) -> Iterator[tuple[str, _Output]]:
+        """Yield right tensors with an assignment, and those that load from the same name."""
         for name in right:
             if name in self._values:
                 value = self._values[name]
@@ -276,7 +274,7 @@ class _Evaluation:
                 yield name, (value_of(name, self._left[name].shape), None)
 
     def _derived(self) -> Iterator[tuple[str, _Output]]:
-        """Yield left tensors and assigned names that no statement reads, if the right side is unknown."""
+        """Yield the right side if it is not given: left tensors and assigned names that no statement reads."""
         for name, tensor in self._left.items():
             if name not in self._readers and name not in self._dropped and name not in self._unread:
                 yield name, (value_of(name, tensor.shape), None)
@@ -285,26 +283,26 @@ class _Evaluation:
             if name in self._unread and value is not None:
                 yield name, (value, step)
 
-    def _check_wanted(self, outputs: Mapping[str, _Output], right: Tensors) -> None:
-        """Report assigned names that nothing uses, and right tensors of another shape or dtype than their value."""
+    def _check_targets(self, outputs: Mapping[str, _Output], right: Tensors) -> None:
+        """Report assigned names that nothing uses, and right tensors whose value has a different shape or dtype."""
         unused = [name for name in sorted(self._unread - right.keys()) if self._values[name] is not None]
         index = NameIndex(right if unused else ())
         for name in unused:
-            step, accepted = self._assigned[name], index.nearest(name) or "`a -> _` for a tensor that is not wanted"
+            step, accepted = self._assigned[name], index.nearest(name) or "`a -> _` to drop a tensor"
             cause = f"`{name}` is not a tensor of the right side, and no later statement reads it."
             self._report(Fault(cause, accepted, step.statement.right[0].span), step)
-        for name, (value, made_by) in outputs.items():
+        for name, (value, step_of_value) in outputs.items():
             shape, dtype = right[name].shape, right[name].dtype
             dtypes = sorted(value.dtypes(self._left) - {dtype})
             if value.shape != shape:
                 cause = f"`{name}` has shape {list(shape)}, its value has shape {list(value.shape)}."
-                self._report(Fault(cause), made_by)
+                self._report(Fault(cause), step_of_value)
             elif dtypes:
                 accepted = f"a statement with src_dtype='{dtypes[0]}', dst_dtype='{dtype}'"
-                self._report(Fault(f"`{name}` is {dtype}, its value is {dtypes[0]}.", accepted), made_by)
+                self._report(Fault(f"`{name}` is {dtype}, its value is {dtypes[0]}.", accepted), step_of_value)
 
     def _check_one_sided(self) -> None:
-        """Report ``_`` next to an unknown name, or a name that another statement uses."""
+        """Report statements with ``_`` whose name is unknown or used by another statement."""
         for name, step in self._dropped.items():
             if name not in self._left:
                 self._report(Fault(f"`{name}` is not a tensor of the left side."), step)
@@ -319,7 +317,7 @@ class _Evaluation:
                 self._report(Fault(f"`{name}` keeps its initial values here and is assigned by {other}."), step)
 
     def _check_aliases(self, outputs: Mapping[str, _Output], aliases: Mapping[str, str]) -> None:
-        """Report assigned aliases that are not equal to their owner."""
+        """Report aliases that are assigned another value than their owner."""
         for alias, owner in aliases.items():
             (value, step), owners = outputs.get(alias, (None, None)), outputs.get(owner)
             if value is None or step is None or owners is None:
@@ -329,7 +327,7 @@ class _Evaluation:
                 self._report(Fault(cause, "the same value for both"), step)
 
     def _check_reread(self, outputs: Mapping[str, _Output]) -> None:
-        """Report left tensors with more elements read than they have: one source of two targets."""
+        """Report left tensors that several targets read: more elements are read than the tensor has."""
         volumes: dict[str, int] = {}
         readers: dict[str, dict[str, Step | None]] = {}
         for target, (value, step) in outputs.items():

@@ -1,12 +1,11 @@
-"""Expand a statement with placeholders, arrays and wildcards into steps of whole names, in Paddle's order.
+"""Expand a statement with placeholders, arrays and wildcards into steps with complete names, in Paddle's order.
 
-``$LAYER_ID_OFFSET`` first, then ``$LAYER_ID`` and ``$EXPERT_ID``, then ``name[0:2]``, then ``*``. The numbers come from
-the tensors on the left, matched by the first name with a placeholder. A pattern that matches no tensor is a fault.
+``$LAYER_ID_OFFSET`` first, then ``$LAYER_ID`` and ``$EXPERT_ID``, then ``name[0:2]``, then ``*``. The first name with
+a placeholder is matched with the tensors on the left and provides the numbers. A pattern without a match is a fault.
 
-A :class:`NameIndex` groups names by their skeleton, the text without its numbers. A pattern with placeholders or a
-wildcard has a skeleton as well, so that it is compared only with names that can match. Building is linear in the names;
-a lookup is linear in the names of one skeleton. A :class:`Budget` limits the number of expanded names, which bounds
-time and memory on any text.
+A :class:`NameIndex` groups names by their skeleton: the text without its numbers. Patterns have a skeleton too, so they
+are compared only with names that can match. Building the index is linear in the names, and a lookup is linear in the
+names of one skeleton. A :class:`Budget` limits the number of expanded names, and so time and memory for any text.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ STAR = "*"
 _HOLE = "\0"
 _DIGITS = re.compile(r"[0-9]+")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.$*^]*")
-# The longer placeholder first: the shorter one begins it.
+# The longer placeholder comes first, because the shorter one is its prefix.
 _PARTS = re.compile(r"(\$LAYER_ID_OFFSET|\$LAYER_ID|\$EXPERT_ID|\*)|([0-9]+)")
 _SUGGESTIONS = 5
 _LONGEST = 300
@@ -45,12 +44,12 @@ def placeholders(pattern: str) -> list[str]:
 
 
 def skeleton(name: str) -> str:
-    """Return a name or pattern with its numbers and placeholders taken out."""
+    """Return a name or pattern with its numbers and placeholders replaced."""
     return _PARTS.sub(_HOLE, name)
 
 
 def name_skeletons(text: str) -> set[str]:
-    """Return the skeletons of all possible names in a text, also as names of an array."""
+    """Return the skeletons of all names that a text may contain, including expanded arrays."""
     found = {skeleton(name.removesuffix("^T")) for name in _NAME.findall(text)}
     return found | {f"{name}_{_HOLE}" for name in found}
 
@@ -63,20 +62,20 @@ class NameIndex:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._filed: dict[str, list[tuple[str, list[str]]]] = {}
+        self._by_skeleton: dict[str, list[tuple[str, list[str]]]] = {}
         self._suggestions = _SUGGESTIONS
         for name in names:
-            self._filed.setdefault(_DIGITS.sub(_HOLE, name), []).append((name, _DIGITS.findall(name)))
+            self._by_skeleton.setdefault(_DIGITS.sub(_HOLE, name), []).append((name, _DIGITS.findall(name)))
 
     def matches(self, pattern: str) -> list[tuple[str, tuple[str, ...]]]:
-        """Return every name that a pattern matches, with the numbers of its placeholders.
+        """Return every name that matches a pattern, with the numbers of its placeholders.
 
         Args:
             pattern: a name with placeholders or wildcards.
         Returns:
-            names and numbers, in ascending order of the numbers.
+            names and numbers, sorted by the numbers.
         Raises:
-            Fault: a placeholder touches a digit, so that the end of its number is ambiguous.
+            Fault: a placeholder touches a digit or another placeholder, so the end of its number is ambiguous.
         """
         holes = list(_PARTS.finditer(pattern))
         for one, other in zip(holes, holes[1:], strict=False):
@@ -84,31 +83,31 @@ class NameIndex:
                 raise Fault(f"The end of a number in `{pattern}` is ambiguous.", "a letter or `.` in between")
         fixed = [hole.group(2) for hole in holes]
         hits = [
-            (name, tuple(number for number, wanted in zip(numbers, fixed, strict=True) if wanted is None))
-            for name, numbers in self._filed.get(skeleton(pattern), ())
-            if all(wanted is None or number == wanted for number, wanted in zip(numbers, fixed, strict=True))
+            (name, tuple(number for number, digits in zip(numbers, fixed, strict=True) if digits is None))
+            for name, numbers in self._by_skeleton.get(skeleton(pattern), ())
+            if all(digits is None or number == digits for number, digits in zip(numbers, fixed, strict=True))
         ]
         plain = [hit for hit in hits if all(map(_PLAIN.fullmatch, hit[1]))]
         return sorted(plain, key=lambda hit: [(len(number), number) for number in hit[1]])
 
     def nearest(self, name: str) -> str:
-        """Return a tensor with a similar name, or an empty text; only for the first few names."""
+        """Return a tensor with a similar name, or an empty text. Only the first few calls search."""
         if not self._suggestions or len(name) > _LONGEST:
             return ""
         self._suggestions -= 1
-        known = [key for key in self._filed if len(key) <= _LONGEST][:_CANDIDATES]
+        known = [key for key in self._by_skeleton if len(key) <= _LONGEST][:_CANDIDATES]
         near = difflib.get_close_matches(skeleton(name), known, 1)
         if not near:
             return ""
-        (found, _), *others = self._filed[near[0]]
+        (found, _), *others = self._by_skeleton[near[0]]
         return f"`{found}` or another of {len(others) + 1} such names" if others else f"`{found}`"
 
 
 class Budget:
-    """The maximum number of names and boxes of a list of statements.
+    """Limits the number of names and boxes that statements expand to.
 
     Args:
-        limit: the number; more are refused before they are built.
+        limit: the maximum number.
     """
 
     def __init__(self, limit: int) -> None:
@@ -116,10 +115,10 @@ class Budget:
         self._left = limit
 
     def spend(self, count: int) -> None:
-        """Take ``count`` names or boxes from the budget.
+        """Account for ``count`` names or boxes, before they are built.
 
         Raises:
-            Fault: the budget is exceeded.
+            Fault: the limit is exceeded.
         """
         if count > self._left:
             raise Fault(f"The statements expand to more than {self._limit} names and boxes.")
@@ -127,14 +126,14 @@ class Budget:
 
 
 class Name(NamedTuple):
-    """A whole name that is read, and whether it is read transposed."""
+    """A complete name on the left side, and whether the tensor is read transposed."""
 
     text: str
     transposed: bool
 
 
 class Step(NamedTuple):
-    """One of the statements with whole names that a statement of the user expands to."""
+    """A statement with complete names, expanded from a user's statement."""
 
     statement: AoaStatement
     operation: Operation
@@ -147,8 +146,8 @@ class Expander:
 
     Args:
         left: the names of the left side's tensors.
-        right: the names of the right side's tensors, or None if that side follows from the statements.
-        budget: limit of all names.
+        right: the names of the right side's tensors; None if they follow from the statements.
+        budget: limits the number of names.
     """
 
     def __init__(self, left: NameIndex, right: NameIndex | None, budget: Budget) -> None:
@@ -157,10 +156,10 @@ class Expander:
         self._budget = budget
 
     def steps(self, statement: AoaStatement) -> Iterator[Step]:
-        """Yield the steps of an expanded statement, in ascending order of its numbers.
+        """Yield the expanded statement, in ascending order of the numbers.
 
         Raises:
-            Fault: a pattern matches no tensor, or the statement has no operation.
+            Fault: a pattern matches no tensor, or the statement is no valid operation.
         """
         operations: dict[tuple[int, int], Operation] = {}
         for numbers in self._numbers(statement):
@@ -180,7 +179,7 @@ class Expander:
             yield Step(statement, operations[counts], tuple(left), tuple(right))
 
     def _numbers(self, statement: AoaStatement) -> list[dict[str, str]]:
-        """Return the values of a statement's placeholders for every step."""
+        """Return the values of the placeholders, for every step."""
         items = [item for item in (*statement.left, *statement.right) if item.pattern != NOTHING]
         first = next((item for item in items if "$" in item.pattern), None)
         if first is None:
@@ -229,7 +228,7 @@ class Expander:
 
 
 def _check_placeholders(item: Item, keys: list[str]) -> None:
-    """Refuse a name whose placeholders differ from ``keys``, which the first name with placeholders has."""
+    """Check that a name has the placeholders of the first name, ``keys``."""
     own = [key for key in placeholders(item.pattern) if key != STAR]
     cause = accepted = ""
     if "$" in skeleton(item.pattern) or not keys:

@@ -1,8 +1,8 @@
-"""Faults of statements, shown in the user's text with carets under the position.
+"""Faults of AOA statements, shown in the user's text with carets under the invalid characters.
 
-A :class:`Fault` is raised at its cause, usually far from the text. The caller with the statement passes it to
-:class:`Faults`, which collects the faults of all statements and raises one :class:`MappingError`. A statement with
-placeholders fails once per layer; repetitions are counted and not listed. Memory is bounded by the statements.
+Code that finds a fault raises :class:`Fault`, without knowing the text. The caller that knows the statement adds it to
+:class:`Faults`, which raises one :class:`MappingError` for all statements. A statement with placeholders fails once per
+layer, so repetitions are only counted. Memory is bounded by the statements.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class SourceLine(NamedTuple):
     """The text of one statement.
 
     Args:
-        number: its position in the list of statements, counted from 1.
-        text: the text, without line breaks around it.
+        number: its position in the list of statements, from 1.
+        text: the text, without surrounding line breaks.
     """
 
     number: int
@@ -48,9 +48,9 @@ class Fault(Exception):
     """An invalid statement.
 
     Args:
-        cause: one sentence that states the fault.
-        accepted: a valid text in its place; empty if ``cause`` implies it.
-        span: the invalid characters, if they are known.
+        cause: the fault, in one sentence.
+        accepted: what is valid instead; empty if ``cause`` implies it.
+        span: the invalid characters, if known.
     """
 
     def __init__(self, cause: str, accepted: str = "", span: Span | None = None) -> None:
@@ -61,7 +61,7 @@ class Fault(Exception):
 
 
 class Faults:
-    """All faults of a list of statements, in the order in which they were found."""
+    """All faults of a list of statements."""
 
     def __init__(self) -> None:
         self.lines: set[SourceLine] = set()
@@ -76,14 +76,14 @@ class Faults:
         Args:
             line: the statement.
             fault: its fault.
-            span: the position of a fault without one.
+            span: the position to mark if ``fault`` has none.
         """
         found = self._found.setdefault((line.number, _NUMBER.sub("0", fault.cause)), [])
         found.append("" if found else _shown(line, fault, fault.span or span))
         self.lines.add(line)
 
     def add_plain(self, fault: Fault) -> None:
-        """Add a fault that no statement causes, but the lack of one: a tensor becomes the one of equal name."""
+        """Add a fault of tensors that are mapped by equal names, without a statement."""
         text = f"equal names: {fault.cause}" + (f" Accepted: {fault.accepted}" if fault.accepted else "")
         self._found[0, text] = [text]
 
@@ -117,12 +117,12 @@ def _shown(line: SourceLine, fault: Fault, span: Span) -> str:
         begin, end = begin - start + len(head), min(end, start + _WIDTH) - start + len(head)
         text = head + window + tail
     title = f"{line.title}: "
-    # Reports put four characters before the first line of every piece of evidence.
+    # Error messages indent the first line of evidence by four characters.
     carets = " " * (4 + len(title) + begin) + "^" * max(1, min(end, len(text)) - begin)
     accepted = f" Accepted: {_short(fault.accepted)}" if fault.accepted else ""
     return f"{title}{text}\n{carets}\n      {_short(fault.cause)}{accepted}"
 
 
 def _short(text: str) -> str:
-    """Return a sentence of bounded length; names may have any length."""
+    """Return a sentence of bounded length: it can contain names of any length."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"

@@ -1,9 +1,8 @@
-"""Render rules as AOA text: few statements with placeholders where that is exact, whole names elsewhere.
+"""Render rules as AOA statements, with placeholders where they are exact and complete names elsewhere.
 
-A rule is one statement where the language has its layout, and in general a split into equal parts, which are named as
-an array and joined again. Statements of several layers or experts that differ only in their numbers become one. The
-text is evaluated again and compared, box by box; text with another mapping is never returned. Linear in the names and
-in the boxes, up to sorting.
+A rule becomes one statement if the language has its layout. Otherwise the text splits tensors into arrays of equal
+parts and joins them again. Statements that differ only in the numbers of layers or experts are combined. The text is
+evaluated and compared with the rules box by box before it is returned. Linear in names and boxes, up to sorting.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ _SUFFIX = re.compile(r"[\^\[].*")
 _LAST = re.compile(r"[0-9]+\Z")
 _NUMBER = re.compile(r"(?<=\.)([0-9]+)(?=[.^\[]|\Z)")
 _CHOICES = ((0, 1), (1,), (0,))
-"""The positions of numbers that become placeholders; those that combine most statements come first."""
+"""Which numbers of a name become placeholders. The choice that combines most statements comes first."""
 
 Cuts = Mapping[str, Shape]
-"""The number of shards of tensors on each axis."""
+"""The number of shards per axis, by tensor."""
 
 _Numbers = tuple[str, ...]
 
@@ -47,9 +46,10 @@ class Hints:
     """Facts that rules do not contain.
 
     Args:
-        per_rank: targets whose fused layout is per shard, even of a single one: ``fused_ffn`` or ``fused_qkv_old``.
+        per_rank: the fused layout of targets that are fused per shard, even if there is only one shard: ``fused_ffn``
+            or ``fused_qkv_old``.
         heads: numbers of query heads and of kv heads, for layouts that are fused per rank.
-        left: the number of shards of canonical tensors on each axis; others have one.
+        left: the number of shards of canonical tensors; tensors that are not listed have one.
     """
 
     per_rank: Mapping[str, str] = field(default_factory=dict)
@@ -58,9 +58,9 @@ class Hints:
 
 
 def with_ties(rules: RuleSet) -> TensorMapping:
-    """Return the mapping of rules, with tied aliases as unfilled targets: they share their owner's memory.
+    """Return the mapping of rules, with tied aliases as uninitialized targets: they share their owner's memory.
 
-    Rules do not contain the shapes of dropped tensors.
+    Dropped tensors get an arbitrary shape, because rules do not contain it.
     """
     mapping, aliases = rules.mapping(), sorted(rules.aliases)
     targets = {**mapping.targets, **{name: rules.targets[name] for name in aliases}}
@@ -69,18 +69,18 @@ def with_ties(rules: RuleSet) -> TensorMapping:
 
 
 def render(rules: RuleSet, hints: Hints | None = None, *, reverse: bool = False) -> list[str]:
-    """Return the statements of rules, from canonical tensors to those of a model.
+    """Return the statements of rules, from canonical tensors to a model's tensors.
 
-    Equal names without a change have no statement: the language maps them implicitly.
+    Unchanged tensors with equal names have no statement: the language maps them implicitly.
 
     Args:
-        rules: rules that were proved, with the shards of their targets.
-        hints: numbers of heads, and layouts per shard; without them no statement depends on the ranks.
+        rules: proved rules, with the shards of their targets.
+        hints: numbers of heads, and layouts per shard; without hints no statement depends on the ranks.
         reverse: write the statements from the model to canonical tensors instead.
     Returns:
         statements that Paddle's own engine evaluates to the mapping of the rules.
     Raises:
-        MappingError: with everything that the language does not express.
+        MappingError: with everything that the language cannot express.
     """
     hints, mapping = hints or Hints(), with_ties(rules)
     cuts: tuple[Cuts, Cuts] = (hints.left, rules.cuts)
@@ -97,7 +97,7 @@ def render(rules: RuleSet, hints: Hints | None = None, *, reverse: bool = False)
 
 
 def _faults_of(rule: Rule, reverse: bool) -> Iterator[str]:
-    """Yield why the language does not express a rule."""
+    """Yield the reasons why the language cannot express a rule."""
     if NEW_AXIS in rule.axes and (reverse or len(rule.axes) != 3 or rule.axes[0] != NEW_AXIS):
         yield f"{rule.targets[0]}: the language adds an axis only in front of two, and removes none"
     if min(len(rule.sources), len(rule.targets)) > 1:
@@ -107,7 +107,7 @@ def _faults_of(rule: Rule, reverse: bool) -> Iterator[str]:
 
 
 class _Text(NamedTuple):
-    """One statement in writing: names that are read, names that are written, and attributes, which may be empty."""
+    """A statement as text: the names on each side, and attributes, which may be empty."""
 
     left: tuple[str, ...]
     right: tuple[str, ...]
@@ -119,7 +119,7 @@ class _Text(NamedTuple):
 
 
 class _Component(NamedTuple):
-    """The statements of rules that share tensors with no other rule, and the names that they read and write."""
+    """The statements of rules that share no tensors with other rules, and the names that they read and write."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -127,29 +127,28 @@ class _Component(NamedTuple):
 
 
 def _components(rules: RuleSet, reverse: bool, writer: _Writer) -> Iterator[_Component]:
-    """Yield the statements of rules in their direction."""
+    """Yield the statements of rules, by target."""
     stacks: dict[str, list[Rule]] = {}
     for rule in rules.rules:
         stacks.setdefault(rule.targets[0], []).append(rule)
     for name, found in stacks.items():
         names = tuple(one for rule in found for one in rule.sources), found[0].targets
-        made, last, is_new = found, list[_Text](), found[0].axes[:1] == (NEW_AXIS,)
+        simple, last, is_new = found, list[_Text](), found[0].axes[:1] == (NEW_AXIS,)
         if is_new or found[0].slab is not None:
-            made = _unstacked(found, rules.targets[name].shape if is_new else ())
+            simple = _unstacked(found, rules.targets[name].shape if is_new else ())
         if is_new:
-            last = [_Text(made[-1].targets, (name,), f'reshape="{list(rules.targets[name].shape)}"')]
+            last = [_Text(simple[-1].targets, (name,), f'reshape="{list(rules.targets[name].shape)}"')]
         if reverse:
-            made, names = [rule.reversed() for rule in made[::-1]], names[::-1]
-        yield _Component(*names, (*(text for rule in made for text in writer.texts(rule)), *last))
+            simple, names = [rule.reversed() for rule in simple[::-1]], names[::-1]
+        yield _Component(*names, (*(text for rule in simple for text in writer.texts(rule)), *last))
 
 
 def _unstacked(rules: Sequence[Rule], blocks: Shape) -> list[Rule]:
-    """Return one rule per part, which joins it across experts, and the rule that joins the results.
+    """Return one rule per part that joins it across experts, and the rule that joins the results.
 
     Args:
-        rules: of the experts.
-        blocks: the shape of a stack with an axis of experts, which are then joined one below the other; empty for
-            others.
+        rules: the rules of the experts.
+        blocks: the shape of a stack with an expert axis, whose experts are then concatenated by rows; else empty.
     """
     first, slabs = rules[0], [rule.slab for rule in rules if rule.slab is not None]
     (stack,), axis, axes = first.targets, first.axis, first.axes
@@ -157,17 +156,17 @@ def _unstacked(rules: Sequence[Rule], blocks: Shape) -> list[Rule]:
     if blocks:
         stack, axis, axes, lengths = f"{stack}_rows", axis - 1, axes[1:], (blocks[1],) * blocks[0]
         if axis < 1:
-            # The parts lie along the rows: those of one expert after those of another.
+            # The parts lie along the rows, expert after expert.
             parts = lengths if axis < 0 else first.parts * blocks[0]
             return [Rule(tuple(one for rule in rules for one in rule.sources), (stack,), parts, 0, axes)]
     moves = len(first.sources) == 1 and first.source_blocks == first.target_blocks
     names = (stack,) if moves else tuple(f"{stack}_{part}" for part in range(len(first.sources)))
-    made = [
+    by_part = [
         Rule(tuple(rule.sources[part] for rule in rules), (name,), lengths, along, axes)
         for part, name in enumerate(names)
     ]
-    whole = structs.replace(first, sources=names, targets=(stack,), axis=axis, axes=tuple(range(len(axes))), slab=None)
-    return made if moves else [*made, whole]
+    last = structs.replace(first, sources=names, targets=(stack,), axis=axis, axes=tuple(range(len(axes))), slab=None)
+    return by_part if moves else [*by_part, last]
 
 
 class _Writer:
@@ -176,16 +175,16 @@ class _Writer:
     Args:
         hints: heads, and layouts per shard.
         cuts: shards of the left side and of the right side.
-        taken: names of all tensors of both sides, which those of Paddle's heads must not repeat.
+        names: names of all tensors of both sides; the names that Paddle gives to heads must differ from them.
     """
 
-    def __init__(self, hints: Hints, cuts: tuple[Cuts, Cuts], taken: Iterable[str]) -> None:
+    def __init__(self, hints: Hints, cuts: tuple[Cuts, Cuts], names: Iterable[str]) -> None:
         self._hints, self._cuts = hints, cuts
-        self._stems = {_LAST.sub("", name) for name in taken if name[-1].isdecimal()}
+        self._stems = {_LAST.sub("", name) for name in names if name[-1].isdecimal()}
         self._known: dict[tuple[object, ...], str | None] = {}
 
     def texts(self, rule: Rule) -> list[_Text]:
-        """Return the statements of a rule; none for equal names."""
+        """Return the statements of a rule; none if names are equal and nothing changes."""
         sides = zip(self._cuts, (rule.sources, rule.targets), strict=True)
         cuts = tuple(known.get(name) for known, names in sides for name in names)
         kinds = {self._hints.per_rank.get(name, "") for name in (*rule.sources, *rule.targets)} - {""}
@@ -197,9 +196,9 @@ class _Writer:
         return list(_parts(rule)) if attributes is None else _statement(rule, attributes)
 
     def _candidates(self, rule: Rule, kinds: set[str], per_rank: bool) -> Iterator[str]:
-        """Yield the attributes that a statement of the rule may have; those of all numbers of ranks come first."""
+        """Yield the possible attributes of the rule's statement, in order of preference."""
         axis = "" if rule.axis == 1 else f", axis={rule.axis}"
-        # Separate query, key and value are written per kv head, which is independent of the number of ranks.
+        # Separate query, key and value are written per kv head, independent of the number of ranks.
         separate = len(rule.sources) != len(rule.targets) and QKV_PER_RANK not in kinds
         if per_rank and len(rule.lengths) == 2 and kinds <= {FFN}:
             yield f"{FFN}{axis}"
@@ -207,7 +206,7 @@ class _Writer:
             heads, groups = self._hints.heads
             yield f"{QKV_PER_RANK}, num_heads={heads}, num_key_value_groups={groups}{axis}"
         yield from ("", f"axis={rule.axis}")
-        # Paddle names the heads of a part by the name of the part and their number.
+        # Paddle appends the number of a head to the name of its part.
         if len(rule.lengths) == 3 and self._stems.isdisjoint(rule.sources if len(rule.targets) == 1 else rule.targets):
             query, key, value = rule.lengths
             groups = max(rule.source_blocks, rule.target_blocks)
@@ -216,7 +215,7 @@ class _Writer:
 
 
 def _means(attributes: str, rule: Rule, cuts: tuple[Cuts, Cuts]) -> bool:
-    """Return whether the statement of a rule with these attributes is evaluated to the rule."""
+    """Return whether the rule's statement with these attributes evaluates to the rule."""
     mapping = _alone(rule)
     left, right = _tensors(mapping.sources, cuts[0]), _tensors(mapping.targets, cuts[1])
     try:
@@ -226,7 +225,7 @@ def _means(attributes: str, rule: Rule, cuts: tuple[Cuts, Cuts]) -> bool:
 
 
 def _alone(rule: Rule) -> TensorMapping:
-    """Return the mapping of a rule between tensors of its lengths, with length 2 on all other axes."""
+    """Return the mapping of a single rule, for tensors of length 2 on all axes other than the rule's."""
     axes = range(len(rule.axes))
     lengths = zip(rule.targets, parts_by_tensor(len(rule.targets), rule.parts), strict=True)
     specs = {name: tuple(sum(own) if at == rule.axis else 2 for at in axes) for name, own in lengths}
@@ -234,7 +233,7 @@ def _alone(rule: Rule) -> TensorMapping:
 
 
 def _statement(rule: Rule, attributes: str) -> list[_Text]:
-    """Return the statement of a rule, after those that order the axes of its sources; none for equal names."""
+    """Return the statements of a rule, which first permute its sources if needed; none if nothing changes."""
     before, left = _ordered(rule)
     # Paddle loses the number of shards of a tensor that a statement with a layout per shard reads transposed.
     if left != rule.sources and len(left) == 1 and attributes.startswith((FFN, QKV_PER_RANK)):
@@ -245,7 +244,7 @@ def _statement(rule: Rule, attributes: str) -> list[_Text]:
 
 
 def _ordered(rule: Rule) -> tuple[list[_Text], tuple[str, ...]]:
-    """Return statements that order the axes of the sources, and the sources as they are read afterwards."""
+    """Return statements that permute the sources, and the names to read afterwards."""
     axes = list(rule.axes)
     if axes == sorted(axes):
         return [], rule.sources
@@ -255,7 +254,7 @@ def _ordered(rule: Rule) -> tuple[list[_Text], tuple[str, ...]]:
 
 
 def _parts(rule: Rule) -> Iterator[_Text]:
-    """Yield the general case: equal parts as long as possible, named as arrays, and joined again."""
+    """Yield the general case: split into arrays of the longest possible equal parts, then join."""
     before, left = _ordered(rule)
     yield from before
     mapping, along = _alone(rule), rule.axes[rule.axis]
@@ -285,7 +284,7 @@ def _parts(rule: Rule) -> Iterator[_Text]:
 
 
 def _in_order(components: Sequence[_Component], index: NameIndex) -> list[str]:
-    """Return all statements, in an order in which no name is overwritten before it is read."""
+    """Return all statements, ordered so that no name is overwritten before it is read."""
     reader = {name: place for place, one in enumerate(components) for name in one.reads}
     sorter: TopologicalSorter[int] = TopologicalSorter()
     for place, one in enumerate(components):
@@ -303,10 +302,10 @@ def _in_order(components: Sequence[_Component], index: NameIndex) -> list[str]:
 
 
 def _compacted(components: Sequence[tuple[_Text, ...]], index: NameIndex) -> Iterator[str]:
-    """Yield as few statements as possible for all components, in their order.
+    """Combine the statements of components into as few as possible, in their order.
 
-    Placeholders take their numbers from the tensors that match the first name, in all combinations. Statements are
-    combined only if these tensors are exactly theirs.
+    A placeholder takes its numbers from all tensors that match the first name. Statements are combined only if exactly
+    these tensors are theirs.
 
     Args:
         components: the statements of every component.
@@ -334,7 +333,7 @@ def _compacted(components: Sequence[tuple[_Text, ...]], index: NameIndex) -> Ite
 
 
 def _is_exact(text: _Text, numbers: Collection[_Numbers], index: NameIndex) -> bool:
-    """Return whether a statement with placeholders stands for exactly these numbers."""
+    """Return whether a statement with placeholders expands to exactly these numbers."""
     if prod(len(set(column)) for column in zip(*numbers, strict=True)) != len(numbers):
         return False
     matched = index.matches(_SUFFIX.sub("", text.left[0]))
@@ -342,7 +341,7 @@ def _is_exact(text: _Text, numbers: Collection[_Numbers], index: NameIndex) -> b
 
 
 def _patterned(texts: tuple[_Text, ...], positions: tuple[int, ...]) -> tuple[_Numbers, tuple[_Text, ...]]:
-    """Return the numbers at these positions, none if names differ in them, and the statements with placeholders."""
+    """Return the numbers at these positions, empty if names differ in them, and the statements with placeholders."""
     first, places = _NUMBER.split(texts[0].left[0]), [2 * position + 1 for position in positions]
     if len(first) <= places[-1]:
         return (), texts
@@ -372,7 +371,7 @@ def _raise_faults(faults: Iterable[str]) -> None:
 
 
 def _verify(statements: list[str], mapping: TensorMapping, cuts: tuple[Cuts, Cuts]) -> None:
-    """Refuse text that is evaluated to another mapping, or that is invalid because of a name."""
+    """Check that the text is valid and evaluates to the mapping."""
     try:
         back = parse(statements, _tensors(mapping.sources, cuts[0]), _tensors(mapping.targets, cuts[1]))
     except MappingError as error:

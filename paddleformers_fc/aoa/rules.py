@@ -1,13 +1,11 @@
-"""The rules of statements, and the values of names: the boxes of left tensors of which rules make a tensor.
+"""The rules of statements, and the values of names: boxes of left tensors.
 
-A statement that joins, splits, fuses or permutes tensors becomes one rule, from the shapes of those that it reads. A
-layout that does not divide them is refused: numbers of heads come from the text, lengths from the tensors, and both are
-checked against each other before any allocation. The rules have empty names, so that a :class:`Composition` applies one
-rule to all tensors of a kind.
+A statement that joins, splits, fuses or permutes tensors becomes one rule, derived from the shapes of its sources.
+Numbers of heads come from the text and lengths from the tensors; they are compared before any allocation. Rules have
+empty names, so a :class:`Composition` applies one rule to all tensors of a kind.
 
-``fused_ffn`` and ``fused_qkv_old`` interleave their parts in one group per tensor-parallel shard. A value that is read
-has the shards of its left tensor. A name that is written has the shards of the right tensor that later statements build
-from it.
+``fused_ffn`` and ``fused_qkv_old`` interleave parts in one group per tensor-parallel shard. For a source, these are the
+shards of its left tensor. For a result, they are the shards of the right tensor that later statements build from it.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ class AoaTensor:
     """A tensor of one side.
 
     Args:
-        shape: its global shape, in elements.
-        dtype: its element type by its numpy name, such as ``bfloat16``.
+        shape: global shape, in elements.
+        dtype: numpy name of the element type, such as ``bfloat16``.
         cuts: number of tensor-parallel shards along each axis.
     """
 
@@ -46,7 +44,7 @@ class AoaTensor:
 
     @property
     def spec(self) -> TensorSpec:
-        """Shape and dtype alone."""
+        """Shape and dtype."""
         return TensorSpec(self.shape, self.dtype)
 
 
@@ -55,7 +53,7 @@ Tensors = Mapping[str, AoaTensor]
 
 
 def uncut(shape: Shape, dtype: str) -> AoaTensor:
-    """Return a tensor that is not divided between ranks, as in a file of open weights."""
+    """Return a tensor that is not sharded, as in open weights."""
     return AoaTensor(shape, dtype, (1,) * len(shape))
 
 
@@ -95,10 +93,10 @@ class Composition:
         self._templates: dict[tuple[object, ...], Template] = {}
 
     def applied(self, rule: Rule, values: Sequence[Value]) -> list[Value]:
-        """Return the targets of a rule whose sources are values. The names of the rule are ignored.
+        """Apply a rule to values and return its targets. The names of the rule are ignored.
 
         Args:
-            rule: fits the shapes of the values.
+            rule: a rule that is valid for the shapes of the values.
             values: one per source.
         """
         source = values[0].shape
@@ -122,8 +120,7 @@ class Composition:
         """Return the value converted to a dtype.
 
         Raises:
-            Fault: the value was converted to another dtype before. A second conversion would hide the loss of the
-                first.
+            Fault: the value was already converted to another dtype; a second conversion would hide the first loss.
         """
         before = {link.cast for link in value.links} - {None, cast}
         if before:
@@ -131,7 +128,7 @@ class Composition:
         return replace(value, sources=self._recast(value.sources, [cast] * len(value.links)))
 
     def without_own_casts(self, value: Value, left: Tensors) -> TensorSources:
-        """Return the sources of a value without casts to the dtype that a source has."""
+        """Return the sources of a value, without casts to the dtype that a source already has."""
         dtypes = [left[value.sources.names[link.source]].dtype for link in value.links]
         casts = [None if link.cast == dtype else link.cast for link, dtype in zip(value.links, dtypes, strict=True)]
         return self._recast(value.sources, casts)
@@ -148,14 +145,14 @@ class Composition:
         return TensorSources(self._templates[key], sources.names)
 
     def reshaped(self, value: Value, blocks: Shape, shape: Shape) -> Value:
-        """Return the value in one of the two forms of blocks: with their axes, or as rows one after the other.
+        """Return the value with an axis of blocks, or with the rows of all blocks concatenated.
 
         Args:
-            value: in either form.
-            blocks: the shape with the axes of blocks.
-            shape: the form of the result.
+            value: the value, in either form.
+            blocks: the shape with the axis of blocks.
+            shape: the shape of the result.
         Raises:
-            Fault: the value or the result has another shape.
+            Fault: the value or the result has neither of the two shapes.
         """
         rows = (blocks[0] * blocks[1], prod(blocks[2:]))
         if not {value.shape, shape} <= {blocks, rows}:
@@ -174,7 +171,7 @@ class Composition:
         return Value(shape, self._composer.joint(self._templates[key], [value.sources]) or _NOTHING)
 
     def _unfolded(self, value: Value, axis: int, count: int) -> Value:
-        """Return the value with one axis as two, of which the first has length ``count``."""
+        """Split one axis of the value into two, the first with length ``count``."""
         rank, parts = len(value.shape), ("",) * count
         split = Rule(("",), parts, (value.shape[axis] // count,) * count, axis, tuple(range(rank)))
         stack = Rule(parts, ("",), (1,) * count, axis, (*range(axis), NEW_AXIS, *range(axis, rank)))
@@ -182,13 +179,13 @@ class Composition:
 
 
 def permuting(shape: Shape, axes: Shape) -> Rule | None:
-    """Return the rule that reads the axes of a tensor in another order; None for a tensor without axes.
+    """Return the rule that permutes the axes of a tensor; None for a tensor without axes.
 
     Args:
-        shape: of the tensor.
+        shape: shape of the tensor.
         axes: for every axis of the result the axis that it reads; empty for all axes reversed.
     Raises:
-        Fault: the tensor has another number of axes.
+        Fault: the number of axes differs.
     """
     axes = axes or tuple(reversed(range(len(shape))))
     if len(axes) != len(shape):
@@ -198,7 +195,7 @@ def permuting(shape: Shape, axes: Shape) -> Rule | None:
 
 
 def joining(shapes: Sequence[Shape], into: int, join: Join) -> Rule:
-    """Return the rule that concatenates tensors, or splits one into equal lengths.
+    """Return the rule that concatenates tensors, or splits one tensor into equal lengths.
 
     Raises:
         Fault: the shapes differ on another axis, or the length is not divisible.
@@ -214,15 +211,15 @@ def joining(shapes: Sequence[Shape], into: int, join: Join) -> Rule:
 
 
 def fusing(shapes: Sequence[Shape], into: int, layout: Fused, groups: tuple[int, int]) -> Rule:
-    """Return the rule between parts and tensors that contain them.
+    """Return the rule between separate parts and fused tensors, in either direction.
 
     Args:
-        shapes: one per part, or that of a single tensor that contains all parts.
+        shapes: one shape per part, or the shape of a single tensor with all parts.
         into: the number of results: one per part, or 1.
         layout: the operation.
-        groups: the number of groups of a single tensor that is read, and of a single result.
+        groups: the number of groups of a single source, and of a single result.
     Raises:
-        Fault: the lengths do not fit the layout.
+        Fault: the lengths are not valid for the layout.
     """
     axis, counts = layout.axis, layout.counts
     parts = _parts(shapes, axis, counts)
@@ -247,7 +244,7 @@ def fusing(shapes: Sequence[Shape], into: int, layout: Fused, groups: tuple[int,
 
 
 def _along(shapes: Sequence[Shape], parts: Shape, into: int, axis: int, groups: tuple[int, int] = (1, 1)) -> Rule:
-    """Return the rule of parts that lie along an axis, if the shapes agree on all others."""
+    """Return the rule of parts along an axis, after checking that the shapes agree on all other axes."""
     if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) > 1:
         shown = " and ".join(str(list(shape)) for shape in shapes[:4])
         raise Fault(f"Shapes {shown} differ on another axis than {axis}.")
@@ -272,11 +269,11 @@ def _length(shape: Shape, axis: int) -> int:
 
 
 Shards = tuple[str, Shape] | str
-"""A tensor and its shards on each axis; or why they are ambiguous, or an empty text where no tensor is known."""
+"""A tensor and its shards on each axis; or why they are ambiguous; or an empty text if no tensor is known."""
 
 
 def shards_written(steps: Sequence[Step], right: Tensors) -> list[Shards]:
-    """Return the shards of the right tensor that the first result of every step becomes."""
+    """Return, for every step, the shards of the right tensor that later steps build from its first result."""
     later: dict[str, Shards] = {}
     found: list[Shards] = []
     for step in reversed(steps):
@@ -289,7 +286,7 @@ def shards_written(steps: Sequence[Step], right: Tensors) -> list[Shards]:
 
 
 def _shards_before(step: Step, left: Name, shards: Shards) -> Shards:
-    """Return the shards of a name that a step reads, from those of its result."""
+    """Return the shards of a source of a step, from the shards of its result."""
     move = step.operation if isinstance(step.operation, Move) else Move()
     if len(step.right) > 1 or move.reshape:
         return f"{left.text} is {'reshaped' if move.reshape else 'split'} later"
@@ -302,7 +299,7 @@ def _shards_before(step: Step, left: Name, shards: Shards) -> Shards:
 
 
 def groups_of(shards: Shards, axis: int) -> int:
-    """Return the shards along an axis, where no other axis is cut.
+    """Return the number of shards along an axis.
 
     Raises:
         Fault: another axis is cut, or the shards are ambiguous.
@@ -320,7 +317,7 @@ def groups_of(shards: Shards, axis: int) -> int:
 
 
 def groups_read(value: Value, axis: int, left: Tensors) -> int:
-    """Return the number of shards of the left tensor that a value comes from, along an axis of the value.
+    """Return the number of shards of a value's left tensor, along an axis of the value.
 
     Raises:
         Fault: the value comes from several tensors, or the tensor is cut on another axis.

@@ -1,4 +1,4 @@
-"""Parse tokens into statements. Placeholders are not expanded, and no tensor is looked up.
+"""Parse AOA statements, from a list of texts or an ``aoa_config``.
 
 ::
 
@@ -13,20 +13,10 @@
                | 'fused_ffn' | 'fused_qkv' | 'fused_qkv_old'
                | 'num_heads' '=' number | 'num_key_value_groups' '=' number
 
-Names contain placeholders (``$LAYER_ID``, ``$EXPERT_ID``, ``$LAYER_ID_OFFSET``) and one ``*``. Linear in the tokens.
-
-Split the text of one statement into tokens, each with its position.
-
-One pass with a regular expression that never backtracks over more than one token; linear in the text.
-
-The operation of a statement follows from its attributes and the number of names on each side. Only the form is checked
-here; whether an operation fits its tensors is checked when they are known. Operations have no reverse: a mapping does
-(:meth:`~paddleformers_fc.mapping.TensorMapping.reversed`).
-
-Read AOA statements: from a list of texts, or an ``aoa_config``, to a program.
-
-No tensor is looked up here. Lines that are not statements are kept with their faults, so that one report lists the
-faults of all statements (:mod:`.evaluate`). Linear in the text.
+Names may contain placeholders (``$LAYER_ID``, ``$EXPERT_ID``, ``$LAYER_ID_OFFSET``) and one ``*``. The attributes and
+the number of names on each side determine the operation. Only the form is checked here: no tensor is looked up and no
+placeholder is expanded. Invalid lines are kept with their faults, so that :mod:`.evaluate` reports the faults of all
+statements together. Linear in the text.
 """
 
 from __future__ import annotations
@@ -60,7 +50,7 @@ class TokenKind(Enum):
 
 
 class Token(NamedTuple):
-    """A token and its characters. The text of a string has no quotes."""
+    """A token and its position. The text of a string excludes the quotes."""
 
     kind: TokenKind
     text: str
@@ -75,7 +65,7 @@ _TOKEN = re.compile(
 _MOST_DIGITS = 9
 
 _BREAK = ("A statement has more than one line.", "a separate entry for every statement")
-_REFUSED = {
+_INVALID = {
     "\n": _BREAK,
     "\r": _BREAK,
     "-": (
@@ -104,7 +94,7 @@ def tokenize(text: str) -> list[Token]:
     while at < len(text):
         found = _TOKEN.match(text, at)
         if found is None:
-            cause, accepted = _REFUSED.get(text[at], (f"Invalid character {text[at]!r}.", ""))
+            cause, accepted = _INVALID.get(text[at], (f"Invalid character {text[at]!r}.", ""))
             raise Fault(cause, accepted, Span(at, at + 1))
         kind, content, span = str(found.lastgroup), found.group(), Span(at, found.end())
         if kind == "DIGITS":
@@ -120,7 +110,6 @@ def tokenize(text: str) -> list[Token]:
 NOTHING = "_"
 TRANSPOSED = "^T"
 FFN, QKV, QKV_PER_RANK = FLAGS = ("fused_ffn", "fused_qkv", "fused_qkv_old")
-"""The fused layouts."""
 
 _VALUES = {
     **dict.fromkeys(("axis", "num_heads", "num_key_value_groups"), TokenKind.NUMBER),
@@ -133,10 +122,10 @@ class Item(NamedTuple):
     """One entry of a side.
 
     Args:
-        pattern: the name, with its placeholders and wildcard, without ``^T``.
+        pattern: the name, with placeholders and wildcard, without ``^T``.
         transposed: whether ``^T`` follows it.
         array: bounds of ``[begin:end]``, or None.
-        span: its characters.
+        span: its position.
     """
 
     pattern: str
@@ -159,9 +148,9 @@ class AoaStatement:
 
     Args:
         line: the user's text.
-        left: the items that are read.
-        right: the items that are written.
-        attributes: by key, in the order of the text.
+        left: the sources.
+        right: the results.
+        attributes: attributes by key, in the order of the text.
         arrow: the position of the arrow.
     """
 
@@ -172,8 +161,8 @@ class AoaStatement:
     arrow: Span
 
 
-class _Reader:
-    """A cursor over the tokens of one line."""
+class _Parser:
+    """Recursive-descent parser of the tokens of one line."""
 
     def __init__(self, tokens: list[Token]) -> None:
         self._tokens = tokens
@@ -260,16 +249,16 @@ _DEFAULT_FUSED_AXIS = 1
 
 @dataclass(frozen=True, slots=True)
 class OneSided:
-    """``a -> _``: no target reads the source. ``_ -> b``: the target keeps its initial values."""
+    """``a -> _``: the source is dropped. ``_ -> b``: the target keeps its initial values."""
 
 
 class Move(NamedTuple):
     """One name to one name.
 
     Args:
-        permute: for every axis of the result the axis that it reads; empty for all axes reversed; None for no change.
-        reshape: the shape with an axis of blocks in front, [blocks, rows, ...], of which the other form is
-            [blocks * rows, ...]; empty for no change.
+        permute: for every axis of the result the axis that it reads; empty to reverse all axes; None for no change.
+        reshape: the shape [blocks, rows, ...], into which or from which [blocks * rows, ...] is reshaped; empty for no
+            change.
         read_as: the declared dtype of the source, or None.
         cast: the dtype that values are converted to, or None.
     """
@@ -281,13 +270,13 @@ class Move(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Several names to one, or one to several equal lengths, in order along an axis."""
+    """Concatenate several names into one, or split one name into equal lengths, along an axis."""
 
     axis: int
 
 
 class Fused(NamedTuple):
-    """Parts of a fused layer: [gate | up] or [Q | K | V] per tensor-parallel rank, or [q..q k v] per kv head.
+    """A fused layer: [gate | up] or [Q | K | V] per tensor-parallel rank, or [q..q k v] per kv head.
 
     Args:
         kind: the layout.
@@ -432,8 +421,8 @@ class Program:
     """Parsed statements.
 
     Args:
-        statements: in the order of the text.
-        invalid: lines that are not statements, with their faults.
+        statements: valid statements, in the order of the text.
+        invalid: invalid lines, with their faults.
         reverse: whether the statements are written for the opposite direction.
     """
 
@@ -446,27 +435,27 @@ def read_config(config: object) -> Program:
     """Return the program of an ``aoa_config``.
 
     Args:
-        config: the value in a configuration, of any type.
+        config: the configured value, of any type.
     Raises:
-        MappingError: the value is not a mapping, or has an unknown key or a value of another type. Invalid statements
+        MappingError: the value is not a mapping, or has an unknown key or a value of the wrong type. Invalid statements
             are reported when the program is evaluated.
     """
     if not isinstance(config, Mapping):
         raise _invalid("aoa_config is not a mapping.", f"it is {type(config).__name__}")
     for key, value in config.items():
         if key not in _CONFIG or not isinstance(value, _CONFIG[key]):
-            wanted = f"expected {_CONFIG[key].__name__}" if key in _CONFIG else "unknown key"
-            raise _invalid(f"aoa_config has an invalid entry {key!r}.", f"{key} is {type(value).__name__}, {wanted}")
+            expected = f"expected {_CONFIG[key].__name__}" if key in _CONFIG else "unknown key"
+            raise _invalid(f"aoa_config has an invalid entry {key!r}.", f"{key} is {type(value).__name__}, {expected}")
     texts = config.get("aoa_statements", [])
     for entry in texts:
-        # Nested lists, as YAML's references make them out of little text, would be endless as text.
+        # Do not convert entries to text: a few YAML references can build nested lists of unbounded size.
         if not isinstance(entry, str):
             raise _invalid("aoa_statements has an entry that is not text.", f"an entry is {type(entry).__name__}")
     return replace(read_statements(texts), reverse=config.get("aoa_config_reverse", False))
 
 
 def read_statements(statements: Sequence[str]) -> Program:
-    """Return the program of a list of statements. Programs are immutable and the last ones are kept."""
+    """Return the program of a list of statements. The last few programs are cached."""
     return _parsed(tuple(statements))
 
 
@@ -478,7 +467,7 @@ def _parsed(texts: tuple[str, ...]) -> Program:
         line = SourceLine(number, text.strip("\r\n"))
         try:
             tokens = tokenize(line.text)
-            found += [_Reader(tokens).statement(line)] if len(tokens) > 1 else []
+            found += [_Parser(tokens).statement(line)] if len(tokens) > 1 else []
         except Fault as fault:
             invalid.append((line, fault))
     return Program(tuple(found), tuple(invalid))

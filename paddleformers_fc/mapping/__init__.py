@@ -1,6 +1,6 @@
-"""Mappings between two spaces of named tensors, as geometry, with their reverse, composition and proof.
+"""Mappings between two sets of named tensors: geometry, reverse, composition and proof.
 
-A mapping consists of names, shapes, dtypes and boxes. The package reads no file and imports no framework.
+A mapping consists of names, shapes, dtypes and boxes. This package reads no files and imports no framework.
 """
 
 from paddleformers_fc.mapping.boxes import Box as Box, Shape as Shape

@@ -1,9 +1,9 @@
-"""Boxes of integer coordinates, which shards, rules and ranges consist of.
+"""Boxes of integer coordinates, the building block of shards, rules and ranges.
 
 A :class:`Box` is half open on every axis, ``lo <= x < hi``. A zero-dimensional box contains exactly one element.
-:func:`cover_faults` checks whether boxes tile a tensor. It sorts along the first axis on which the boxes differ and
-recurses into the slabs, so that n boxes of one interleaving take O(n log n) and no element is visited. Boxes that
-overlap on every axis would take a power of n. They are refused when the work exceeds a bound far above any layout.
+:func:`cover_faults` checks whether boxes tile a tensor. It sorts along the first axis on which boxes differ and
+recurses into the slabs: O(n log n) for n interleaved boxes, without visiting elements. Boxes that overlap on every axis
+would take a power of n; beyond a bound far above any real layout, the check raises an error.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from paddleformers_fc.errors import MappingError
 Shape = tuple[int, ...]
 
 MAX_AXES = 32
-"""The most axes that a tensor can have: numpy's bound, above Paddle's."""
+"""Maximum number of axes of a tensor: numpy's limit, which is above Paddle's."""
 
 MAX_LENGTH = 2**63 - 1
-"""The largest length of an axis."""
+"""Maximum length of an axis."""
 
 _WORK_PER_BOX = 256
 _WORK_AT_LEAST = 4096
@@ -32,8 +32,6 @@ _MOST_FAULTS = 64
 
 class Box(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A half-open box of integer coordinates.
-
-    A struct and not a dataclass, because boxes are compared and hashed by the hundred thousand.
 
     Args:
         lo: the first coordinate on every axis.
@@ -54,7 +52,7 @@ class Box(msgspec.Struct, frozen=True, gc=False, array_like=True):
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common part, or None where the two share no element."""
+        """Return the intersection; None if it is empty."""
         lo = tuple(map(max, self.lo, other.lo))
         hi = tuple(map(min, self.hi, other.hi))
         for low, high in zip(lo, hi, strict=True):
@@ -69,7 +67,7 @@ class Box(msgspec.Struct, frozen=True, gc=False, array_like=True):
         )
 
     def relative_to(self, origin: Shape) -> Box:
-        """Return the same box in coordinates counted from ``origin``."""
+        """Return this box in coordinates relative to ``origin``."""
         return Box(
             tuple(a - o for a, o in zip(self.lo, origin, strict=True)),
             tuple(a - o for a, o in zip(self.hi, origin, strict=True)),
@@ -80,33 +78,34 @@ class Box(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 def whole(shape: Shape) -> Box:
-    """Return the box of a whole tensor of this shape."""
+    """Return the box that covers a tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def shifted(shape: Shape, offset: Shape) -> Box:
-    """Return the box of a shard with this local shape at this global offset."""
+    """Return the box with this shape at this global offset."""
     return Box(tuple(offset), tuple(o + s for o, s in zip(offset, shape, strict=True)))
 
 
 def have_own_hashes(known: dict[int, object], keys: Iterable[object]) -> bool:
-    """Return whether no key has the hash of a different one.
+    """Return whether the hash of every key differs from the hashes of all other keys.
 
-    A file can choose numbers so that shapes and boxes have one hash. A dict of such keys takes quadratic time.
+    A hostile file can choose numbers so that many shapes or boxes have the same hash. A dict of such keys takes
+    quadratic time.
 
     Args:
-        known: the keys so far by their hash; the keys are added.
+        known: the keys so far, by hash; ``keys`` are added.
         keys: more keys.
     """
     return all(known.setdefault(hash(key), key) == key for key in keys)
 
 
 class BoxFinder:
-    """Finds the boxes of one tensor that may touch a given box.
+    """Finds the boxes of one tensor that may intersect a given box.
 
-    The boxes of one tensor nearly always form disjoint stretches of one axis, and those of one stretch form stretches
-    of another axis, as the parts of stacked experts do. A bisection per axis then finds the candidates. Boxes without
-    this order are all returned, and the caller intersects them.
+    The boxes of a tensor nearly always form disjoint stretches of one axis, and the boxes of a stretch form stretches
+    of another axis, such as the parts of stacked experts. One bisection per axis then finds the candidates. Without
+    this order, all boxes are candidates.
 
     Args:
         boxes: boxes of equal rank, in any order.
@@ -116,7 +115,7 @@ class BoxFinder:
         self._root = _branch(list(range(len(boxes))), boxes)
 
     def near(self, box: Box) -> Sequence[int]:
-        """Return the indices of boxes that may share an element with ``box``: a superset of those that do."""
+        """Return the indices of all boxes that intersect ``box``, and possibly of others."""
         if isinstance(self._root, list):
             return self._root
         found: list[int] = []
@@ -125,7 +124,7 @@ class BoxFinder:
 
 
 class _Branch(msgspec.Struct, frozen=True):
-    """Disjoint stretches of one axis in order, and the boxes of each."""
+    """Disjoint stretches of one axis, in order, and the boxes of each stretch."""
 
     axis: int
     los: list[int]
@@ -169,12 +168,12 @@ def cover_faults(outer: Box, boxes: Sequence[Box]) -> list[CoverFault]:
     """Return the faults of a tiling of ``outer`` by ``boxes``; empty if every element is covered once.
 
     Args:
-        outer: the box to be tiled.
-        boxes: boxes inside ``outer``, in any order. Boxes of no volume are ignored.
+        outer: the box to tile.
+        boxes: boxes inside ``outer``, in any order. Empty boxes are ignored.
     Returns:
-        gaps and overlaps, the first of each kind per slab. Elements of large faults and further faults are omitted.
+        gaps and overlaps: the first of each per slab, and a limited number in total.
     Raises:
-        MappingError: the boxes overlap in too many ways for a check in bounded time.
+        MappingError: the boxes overlap in too many ways to check in bounded time.
     """
     if outer.volume == 0 or _is_row(outer, boxes):
         return []
@@ -198,7 +197,7 @@ class _Work:
 
 
 def _is_row(outer: Box, boxes: Sequence[Box]) -> bool:
-    """Return whether the boxes are consecutive along one axis and fill ``outer``, as those of every rule."""
+    """Return whether the boxes are consecutive along one axis and fill ``outer``; this is the usual case."""
     ordered = sorted(boxes, key=attrgetter("lo"))
     if not outer.lo:
         return len(ordered) == 1

@@ -1,13 +1,12 @@
-"""Correspondences of boxes, and mappings as sets of them, with reverse and composition.
+"""Mappings between two sets of named tensors, with reverse and composition.
 
-A :class:`Correspondence` states that a box of one tensor *is* a box of another, up to a permutation of axes and a
-declared cast. A :class:`TensorMapping` is a set of them between two spaces of named tensors. The reverse is the same
-set, read from target to source. Composition joins two sets through a common space.
+A :class:`TensorMapping` is a set of correspondences. Each :class:`Correspondence` says that a box of one tensor *is* a
+box of another, up to a permutation of axes and a declared cast. The reverse reads the same set from target to source;
+the composition joins two sets through their common tensors. A mapping stores the template and the source names of every
+target, and creates single correspondences on demand.
 
-A mapping stores the template and the names of the sources of every target; single correspondences are made on demand.
-
-Cost: reverse and composition look up one template per target and do geometry once per kind of tensor, linear in its
-boxes up to the bisection that finds overlaps.
+Reverse and composition do one lookup per target, and geometry once per kind of tensor: linear in its boxes, up to the
+bisection that finds overlaps.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ __all__ = ["NEW_AXIS", "Correspondence", "TensorMapping", "TensorSources", "Tens
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """The description of a tensor without its values.
+    """Shape and dtype of a tensor.
 
     Args:
         shape: the global shape, in elements.
-        dtype: the element type by its numpy name, such as ``bfloat16``.
+        dtype: numpy name of the element type, such as ``bfloat16``.
     """
 
     shape: Shape
@@ -39,8 +38,8 @@ class TensorSources(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The sources of one tensor.
 
     Args:
-        template: the relation of their boxes; shared by all tensors with equal relations.
-        names: the tensors of the other space, in the order in which the template counts them.
+        template: the relation of boxes; tensors with the same relation share it.
+        names: the source tensors, in the order in which the template counts them.
     """
 
     template: Template
@@ -52,11 +51,11 @@ _Part = tuple[Template, int]
 
 
 class TensorMapping(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """Box correspondences from a source space onto a target space.
+    """Box correspondences from source tensors to target tensors.
 
     Args:
-        sources: every tensor of the source space.
-        targets: every tensor of the target space.
+        sources: every source tensor.
+        targets: every target tensor.
         made: the sources of every target that is written.
         fresh: targets that keep their initial values, by declaration.
         dropped: sources that no target reads, by declaration.
@@ -98,11 +97,11 @@ class TensorMapping(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def readers(self) -> dict[str, tuple[str, ...]]:
-        """The names of the targets of every source that is read, in the order of the targets."""
+        """The names of the targets that read each source, in the order of the targets."""
         return {source: made.names for source, made in self.read.items()}
 
     def reversed(self) -> TensorMapping:
-        """Return the mapping from the targets onto the sources: the same boxes with inverted casts."""
+        """Return the mapping from the targets to the sources: the same boxes with inverted casts."""
         return TensorMapping(self.targets, self.sources, self.read, self.dropped, self.fresh)
 
     def then(self, after: TensorMapping) -> TensorMapping:
@@ -126,19 +125,19 @@ class TensorMapping(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 
 class Composer:
-    """Composes sources, with geometry once per kind of composition."""
+    """Composes the sources of tensors, with geometry once per kind of composition."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[Template, tuple[int, ...]]] = {}
 
     def joint(self, last: Template, first: Sequence[TensorSources | None]) -> TensorSources | None:
-        """Return the sources of a tensor; None if no part of it is written.
+        """Return the sources of a tensor; None if nothing writes a part of it.
 
         Args:
             last: the relation of the tensor and its parts.
-            first: the sources of every part, None if nothing writes it.
+            first: the sources of every part; None for a part that nothing writes.
         """
-        # Several parts may come from one tensor, as queries and keys that were fused; the form records these parts.
+        # Several parts may come from one tensor, such as fused queries and keys.
         index: dict[str, int] = {}
         places = tuple(
             [
@@ -159,6 +158,6 @@ class Composer:
 
 
 def spelled(target: str, made: TensorSources) -> Iterator[Correspondence]:
-    """Yield every box of a tensor, with names."""
+    """Yield the correspondences of a tensor."""
     for link in made.template.links:
         yield Correspondence(made.names[link.source], link.source_box, target, link.target_box, link.axes, link.cast)

@@ -1,21 +1,13 @@
-"""The proof of a mapping, from names, shapes and dtypes alone.
+"""Prove mappings from names, shapes and dtypes alone, and compare a mapping with the declared one.
 
-A mapping is proved if these conditions hold. Every element of every target is written exactly once, or its target is
-declared fresh. Every element of every source is read, or its source is declared dropped. Every box is inside its
-tensor, and boxes of one correspondence have the same shape under its axes. No dtype changes without a declared cast.
-Together these make ``reverse(forward)`` the identity on all values without a cast: each source element has one position
-in the targets, and each target element one position in the sources.
+A proved mapping writes every element of every target once, or declares the target uninitialized, and reads every
+element of every source once, or declares the source dropped. All boxes are in bounds, paired boxes have equal shapes,
+and no dtype changes without a declared cast. Without casts, ``reverse(forward)`` is therefore the identity.
 
-Each kind of tensor is proved once: linear in the tensors, and per kind in its boxes, up to their sort.
-
-Compare two mappings: equal mappings move the same elements to the same positions.
-
-The proof of one mapping (:mod:`.prove`) does not detect a query that is read as a key of the same shape, or a square
-matrix that is read as its transpose. Such a mapping is total and single-writer as well. A stored or edited mapping is
-therefore compared with the declared one. Wherever two target boxes overlap, both must read the same source at the same
-position under the same axes. Together with both proofs, this makes them equal functions.
-
-Linear in the tensors, and for each kind of them in its boxes, up to the bisection that finds overlaps.
+The proof does not detect a query that is read as a key of the same shape, or a square matrix that is read as its
+transpose. Stored and edited mappings are therefore compared with the declared mapping: where two target boxes overlap,
+both must read the same source at the same position. Both checks handle tensors of one kind together: linear in the
+tensors, and for each kind linear in its boxes up to sorting and bisection.
 """
 
 from __future__ import annotations
@@ -31,7 +23,7 @@ from paddleformers_fc.text import count_text, fold
 
 
 def prove(mapping: TensorMapping, title: str = "The mapping") -> None:
-    """Refuse a mapping that is not total, single-writer, in bounds and dtype-closed.
+    """Check that a mapping is total, single-writer, in bounds and dtype-closed.
 
     Args:
         mapping: the mapping to prove.
@@ -49,7 +41,7 @@ def prove(mapping: TensorMapping, title: str = "The mapping") -> None:
 
 
 def faults_of(mapping: TensorMapping) -> Iterator[str]:
-    """Yield every fault of a mapping as one line of text that starts with the tensor's name."""
+    """Yield every fault of a mapping as a line that starts with the tensor's name."""
     yield from _faults_of_targets(mapping)
     sound: set[tuple[object, ...]] = set()
     for name, spec in mapping.sources.items():
@@ -121,7 +113,7 @@ def _axes_faults(name: str, source_name: str, link: BoxLink) -> Iterator[str]:
 
 
 def _tiling_faults(name: str, spec: TensorSpec, boxes: list[Box], verb: str) -> Iterator[str]:
-    # A box with another number of axes was reported already.
+    # Boxes with a wrong number of axes are reported elsewhere.
     fitting = [box for box in boxes if len(box.lo) == len(spec.shape)]
     for fault in cover_faults(whole(spec.shape), fitting):
         if fault.writers:
@@ -131,7 +123,7 @@ def _tiling_faults(name: str, spec: TensorSpec, boxes: list[Box], verb: str) -> 
 
 
 def require_agreement(mapping: TensorMapping, declared: TensorMapping, title: str, next_step: str) -> None:
-    """Refuse a mapping that differs from the declared one.
+    """Check that a mapping is equal to the declared one.
 
     Args:
         mapping: the mapping to check; proved.
@@ -152,7 +144,7 @@ def require_agreement(mapping: TensorMapping, declared: TensorMapping, title: st
 
 def disagreements(mapping: TensorMapping, declared: TensorMapping) -> Iterator[str]:
     """Yield one line per difference; each line starts with the target's name."""
-    alike: set[tuple[object, ...]] = set()
+    equal: set[tuple[object, ...]] = set()
     for name in mapping.targets.keys() | declared.targets.keys():
         if mapping.targets.get(name) != declared.targets.get(name):
             yield f"{name}: is {mapping.targets.get(name)}, declared is {declared.targets.get(name)}"
@@ -162,16 +154,16 @@ def disagreements(mapping: TensorMapping, declared: TensorMapping) -> Iterator[s
             if ours is not theirs:
                 yield f"{name}: is {'not written' if ours is None else 'written'}, declared is the opposite"
             continue
-        # Names matter only in which of them are the same.
+        # The comparison depends only on which names are equal.
         places: dict[str, int] = {}
         same = tuple([places.setdefault(source, len(places)) for source in (*ours.names, *theirs.names)])
         key = (ours.template, theirs.template, same)
-        if key in alike:
+        if key in equal:
             continue
         faults = list(_differences(name, ours, theirs))
         yield from faults
         if not faults:
-            alike.add(key)
+            equal.add(key)
 
 
 def _differences(name: str, ours: TensorSources, theirs: TensorSources) -> Iterator[str]:
@@ -182,25 +174,25 @@ def _differences(name: str, ours: TensorSources, theirs: TensorSources) -> Itera
             if common is None:
                 continue
             source, declared = ours.names[link.source], theirs.names[other.source]
-            if source != declared or not _alike(link, other, common):
+            if source != declared or not _is_same_read(link, other, common):
                 yield (
-                    f"{name}: {common} is read from {_spelled(source, link, common)}, "
-                    f"declared from {_spelled(declared, other, common)}"
+                    f"{name}: {common} is read from {_read_text(source, link, common)}, "
+                    f"declared from {_read_text(declared, other, common)}"
                 )
 
 
-def _alike(one: BoxLink, other: BoxLink, part: Box) -> bool:
+def _is_same_read(one: BoxLink, other: BoxLink, part: Box) -> bool:
     if one.cast != other.cast or pulled(one, part) != pulled(other, part):
         return False
-    return _turning_axes(one, part) == _turning_axes(other, part)
+    return _long_axes(one, part) == _long_axes(other, part)
 
 
-def _turning_axes(link: BoxLink, part: Box) -> list[int]:
-    """Return the source axes in target order, without axes of length one, whose order moves nothing."""
+def _long_axes(link: BoxLink, part: Box) -> list[int]:
+    """Return the source axes in target order, without axes of length one, whose order does not matter."""
     lengths = part.shape
     return [source for axis, source in enumerate(link.axes) if source != NEW_AXIS and lengths[axis] > 1]
 
 
-def _spelled(source: str, link: BoxLink, part: Box) -> str:
+def _read_text(source: str, link: BoxLink, part: Box) -> str:
     cast = f" cast to {link.cast}" if link.cast else ""
     return f"{source} {pulled(link, part)} axes {list(link.axes)}{cast}"

@@ -1,7 +1,7 @@
-"""Rules: the tensors of one side as interleaved parts of the tensors of the other side, along one axis.
+"""Rules: each describes tensors of one side as interleaved parts of tensors of the other side, along one axis.
 
-There is one kind of rule. Its ``parts`` are placed along an axis; each tensor interleaves those that it holds in
-``blocks`` groups, and every group contains an equal share of each part in order. Every layout in use is a case of it:
+A rule places ``parts`` along an axis. A tensor interleaves its parts in ``blocks`` groups, and every group contains an
+equal share of each part, in order. All layouts in use are special cases:
 
 ===========================================  ==============  =============  =============
 what                                         parts           source blocks  target blocks
@@ -18,20 +18,12 @@ stacked experts on a new axis                one per expert  1              1
 stacked experts that are fused themselves    gate, up        1              1
 ===========================================  ==============  =============  =============
 
-Parts in parentheses lie in one source, and the others in one each. In the last row one rule per expert fills a
-:class:`Slab` of the stack: its parts are placed along one axis, the experts along another.
+Parts in parentheses lie in one source. In the last row, one rule per expert fills a :class:`Slab` of the stack.
 
-A rule is data. A checkpoint stores a :class:`RuleSet` in ``mapping.json`` with every size explicit, so that its meaning
-does not depend on later versions of a family. :meth:`RuleSet.mapping` returns the correspondences. Cost is linear in
-the rules, times the number of groups of each. Rules are read from files, so every number is checked before it is used:
-a set of rules has at most :data:`MAX_STRETCHES` correspondences.
-
-Rules as JSON, for ``mapping.json`` in a checkpoint: self-describing and strict when decoded.
-
-The text may be damaged or hostile. Every number and name of the rules is checked here; whether the rules fit their
-tensors is checked where they are applied. Time and memory are linear in the text.
-
-The last rules are kept, about twice their text: every load of a job reads the same text, and rules are immutable.
+A checkpoint stores a :class:`RuleSet` in ``mapping.json`` with every size explicit, so its meaning does not depend on
+later versions of a family. The file may be damaged or hostile: decoding checks every number, and applying the rules
+checks that they match their tensors. The rules that were decoded last are cached, because all loads of a job read the
+same text. Time and memory are linear in the text and in the groups, of which :data:`MAX_STRETCHES` is the maximum.
 """
 
 from __future__ import annotations
@@ -53,16 +45,16 @@ from paddleformers_fc.text import count_text, fold, numbers_text
 T = TypeVar("T")
 
 MAX_STRETCHES = 1 << 23
-"""Maximum number of stretches of all parts of a set of rules; each takes about 0.5 kB."""
+"""Maximum number of stretches in a set of rules; each takes about 0.5 kB."""
 
 Parts = tuple[int | tuple[int, ...], ...]
-"""Lengths of parts; those of parts that lie in one tensor of a side with several are a tuple."""
+"""Lengths of parts. A tuple lists several parts that lie in one of several tensors."""
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 
 class Slab(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The stretch of one axis of a target that a rule fills, from ``start`` to before ``stop``."""
+    """The stretch of a target's axis that a rule fills, from ``start`` to before ``stop``."""
 
     axis: int
     start: int
@@ -76,16 +68,15 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Targets that consist of interleaved parts of sources along one axis.
 
     Args:
-        sources: the source tensors: one per entry of ``parts``, or a single one that holds all parts.
-        targets: the target tensors: one per entry of ``parts``, or a single one that holds all parts.
-        parts: length of every part along ``axis``, in elements. An entry with several lengths is as many parts, which
-            one tensor holds.
+        sources: the source tensors: one per entry of ``parts``, or a single one with all parts.
+        targets: the target tensors: one per entry of ``parts``, or a single one with all parts.
+        parts: length of every part along ``axis``, in elements. A tuple lists several parts of one tensor.
         axis: the axis of the targets along which the parts are placed.
         axes: for every target axis the source axis that it reads; -1 for a new target axis of length one.
-        source_blocks: number of groups in a source that holds several parts.
-        target_blocks: number of groups in a target that holds several parts.
-        cast: dtype that the numbers are converted to, or None where the bits are kept.
-        slab: where the rule fills only a part of its target, which; on another axis than ``axis``.
+        source_blocks: number of groups in a source with several parts.
+        target_blocks: number of groups in a target with several parts.
+        cast: dtype that values are converted to; None to keep the bits.
+        slab: the stretch that the rule fills, not on ``axis``; None if it fills the complete target.
     """
 
     sources: tuple[str, ...]
@@ -100,7 +91,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     @property
     def _sides(self) -> list[tuple[tuple[str, ...], PartsByTensor, int]]:
-        """The names, the parts of every tensor, and the number of groups of the sources and of the targets."""
+        """Names, parts of every tensor, and number of groups, of the sources and of the targets."""
         sides = (self.sources, self.source_blocks), (self.targets, self.target_blocks)
         return [(names, parts_by_tensor(len(names), self.parts), blocks) for names, blocks in sides]
 
@@ -119,7 +110,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         return shapes
 
     def faults(self, target_shapes: list[Shape]) -> Iterator[str]:
-        """Yield why this rule is invalid for targets of these shapes."""
+        """Yield the reasons why this rule is invalid for targets of these shapes."""
         ill_formed = self._ill_formed()
         if ill_formed:
             yield ill_formed
@@ -138,11 +129,11 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
                 yield f"{name} has {len(shape)} axes, the rule is for {len(self.axes)}"
             elif shape[self.axis] != length:
                 yield f"{name} has length {shape[self.axis]} on axis {self.axis}, the parts sum to {length}"
-            elif self.slab is not None and not self._slab_fits(self.slab, shape):
+            elif self.slab is not None and not self._is_valid(self.slab, shape):
                 yield f"{name} with shape {list(shape)} has no {self.slab}"
 
     def _ill_formed(self) -> str:
-        """Return the fault that does not depend on tensors, or an empty text: invalid names, parts or axes."""
+        """Return what is wrong with names, parts or axes, whatever the tensors are; empty if nothing is."""
         used = [axis for axis in self.axes if axis != NEW_AXIS]
         empty = not self.sources or not self.targets or not self.parts or () in self.parts
         if empty or min(self.lengths) < 0:
@@ -161,10 +152,10 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     @property
     def stretches(self) -> int:
-        """The maximum number of stretches of the parts."""
+        """Upper bound on the number of stretches."""
         return len(self.lengths) * (self.source_blocks + self.target_blocks)
 
-    def _slab_fits(self, slab: Slab, shape: Shape) -> bool:
+    def _is_valid(self, slab: Slab, shape: Shape) -> bool:
         return (
             0 <= slab.axis < len(shape)
             and slab.axis != self.axis
@@ -173,24 +164,20 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
         )
 
     def reversed(self) -> Rule:
-        """Return the rule from the targets to the sources, of a rule without a slab, a new axis and a cast."""
+        """Return the rule from the targets to the sources. This rule must have no slab, new axis or cast."""
         axes = tuple(map(self.axes.index, range(len(self.axes))))
         blocks = self.target_blocks, self.source_blocks
         return Rule(self.targets, self.sources, self.parts, self.axes[self.axis], axes, *blocks)
 
     def templates(self, target_shapes: list[Shape]) -> list[tuple[Template, tuple[int, ...]]]:
-        """Return the template of every target and the positions of its sources, equal for all rules of one form.
-
-        Args:
-            target_shapes: the global shape of every target.
-        """
+        """Return the template of every target, and the positions of its sources. Rules of one form share them."""
         links: list[list[BoxLink]] = [[] for _ in self.targets]
         for index, link in self._links(target_shapes):
             links[index].append(link)
         return [pruned(Template(tuple(found))) for found in links]
 
     def _links(self, target_shapes: list[Shape]) -> Iterator[tuple[int, BoxLink]]:
-        """Yield every stretch of every part with the position of its target."""
+        """Yield every stretch, with the position of its target."""
         source_shapes, source_axis = self.source_shapes(target_shapes[0]), self.axes[self.axis]
         for one, other in zip(*(_places(parts, blocks) for _, parts, blocks in self._sides), strict=True):
             cuts = sorted({*one.cuts, *other.cuts, one.size})
@@ -207,24 +194,24 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two target names of one tensor. The owner is in the mapping; the alias must be equal to it, bit for bit."""
+    """Two target names of one tensor. The mapping contains the owner; the alias must be bitwise equal to it."""
 
     owner: str
     alias: str
 
 
 PartsByTensor = tuple[tuple[int, ...], ...]
-"""For every tensor of a side the lengths of the parts that it holds, in order."""
+"""For every tensor of a side, the lengths of its parts, in order."""
 
 
 class _Place(NamedTuple):
-    """The place of a part in the tensor that holds it.
+    """The location of a part in its tensor.
 
     Args:
         tensor: the position of the tensor.
         size: the length of the part.
-        before: the length of the parts before it.
-        total: the length of all parts of the tensor.
+        before: the total length of the preceding parts.
+        total: the total length of all parts of the tensor.
         blocks: the number of groups.
     """
 
@@ -236,17 +223,17 @@ class _Place(NamedTuple):
 
     @property
     def cuts(self) -> range:
-        """The offsets in the part at which its shares begin."""
+        """The offsets in the part at which the shares of groups begin."""
         return range(0, self.size + 1, self.size // self.blocks or 1)
 
     def offset(self, at: int) -> int:
-        """Return the offset in the tensor of element ``at`` of the part."""
+        """Return the offset in the tensor of the part's element ``at``."""
         block, within = divmod(at, self.size // self.blocks)
         return block * (self.total // self.blocks) + self.before // self.blocks + within
 
 
 def _places(tensors: PartsByTensor, blocks: int) -> Iterator[_Place]:
-    """Yield the place of every part, in order."""
+    """Yield the location of every part, in order."""
     for tensor, lengths in enumerate(tensors):
         before, total, own = 0, sum(lengths), blocks if len(lengths) > 1 else 1
         for size in lengths:
@@ -260,7 +247,7 @@ def flat(parts: tuple[T | tuple[T, ...], ...]) -> tuple[T, ...]:
 
 
 def parts_by_tensor(count: int, parts: tuple[T | tuple[T, ...], ...]) -> tuple[tuple[T, ...], ...]:
-    """Return the parts of each of ``count`` tensors: one entry each, or all in a single one."""
+    """Return the parts of each of ``count`` tensors: one entry per tensor, or all parts in a single tensor."""
     if count != len(parts):
         return (flat(parts),)
     return tuple(entry if isinstance(entry, tuple) else (entry,) for entry in parts)
@@ -279,7 +266,7 @@ def _narrowed(box: Box, slab: Slab) -> Box:
 
 
 class _Form(NamedTuple):
-    """The properties that all rules of one form share: shapes of the sources, templates of the targets, their boxes."""
+    """What rules of one form share: shapes of sources, templates of targets, and the number of boxes."""
 
     source_shapes: list[Shape]
     templates: list[tuple[Template, tuple[int, ...]]]
@@ -287,7 +274,7 @@ class _Form(NamedTuple):
 
 
 def _form_of(rule: Rule, shapes: list[Shape]) -> _Form | None:
-    """Return the form of a rule, or None if it does not fit its targets."""
+    """Return the form of a rule; None if the rule is invalid for its targets."""
     if any(rule.faults(shapes)):
         return None
     templates = rule.templates(shapes)
@@ -295,7 +282,7 @@ def _form_of(rule: Rule, shapes: list[Shape]) -> _Form | None:
 
 
 def _stacked(parts: list[TensorSources], known: dict[object, Template]) -> TensorSources:
-    """Return the sources of a target that several rules fill, as one rule per expert fills a stack of experts."""
+    """Return the sources of a target that several rules fill, such as a stack with one rule per expert."""
     key = tuple([(part.template, len(part.names)) for part in parts])
     if key not in known:
         known[key] = stack_templates(key)
@@ -303,16 +290,16 @@ def _stacked(parts: list[TensorSources], known: dict[object, Template]) -> Tenso
 
 
 class RuleSet(msgspec.Struct, frozen=True, dict=True):
-    """The rules between the canonical space (sources) and one model's space (targets).
+    """The rules from canonical tensors (sources) to a model's tensors (targets).
 
     Args:
-        targets: every tensor of the model's space: global shape and dtype.
-        rules: the relation of the targets and canonical tensors.
+        targets: global shape and dtype of every tensor of the model.
+        rules: the rules of the targets.
         ties: targets that are another name of an owner.
         fresh: targets without a canonical source, which keep their initial values.
         dropped: canonical names that the model does not read.
-        cuts: the number of shards on each axis of targets that are cut. Fused layouts depend on it, so that the rules
-            can be derived again and compared.
+        cuts: the number of shards per axis of every sharded target. Fused layouts depend on it; storing it allows to
+            derive the rules again and to compare.
     """
 
     targets: dict[str, TensorSpec]
@@ -333,35 +320,35 @@ class RuleSet(msgspec.Struct, frozen=True, dict=True):
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
 
     def casting(self, stored: Mapping[str, str]) -> RuleSet:
-        """Return the same rules, with a declared cast wherever a stored floating dtype is not the model's.
+        """Return the rules with a declared cast wherever a stored floating-point dtype differs from the model's.
 
         Args:
-            stored: dtype of every canonical tensor as it is stored.
+            stored: stored dtype of every canonical tensor.
         """
 
         def declared(rule: Rule) -> Rule:
-            wanted = self.targets[rule.targets[0]].dtype
-            kinds = {stored.get(name, wanted) for name in rule.sources} - {wanted}
-            if not kinds or wanted not in FLOATS or not kinds <= FLOATS:
+            target = self.targets[rule.targets[0]].dtype
+            others = {stored.get(name, target) for name in rule.sources} - {target}
+            if not others or target not in FLOATS or not others <= FLOATS:
                 return rule
-            return msgspec.structs.replace(rule, cast=wanted)
+            return msgspec.structs.replace(rule, cast=target)
 
         return structs.replace(self, rules=tuple(declared(rule) for rule in self.rules))
 
     def mapping(self, stored: Mapping[str, str] | None = None) -> TensorMapping:
-        """Return the mapping from the canonical space onto the model's tensors, without aliases of ties.
+        """Return the mapping from canonical tensors to the model's tensors, without tied aliases.
 
         Args:
             stored: dtypes of canonical tensors that differ from the dtypes of their targets.
         Raises:
-            MappingError: rules that do not fit the shapes or have unknown targets, all of them; or rules with more than
-                :data:`MAX_STRETCHES` stretches together.
+            MappingError: rules do not match the shapes or have unknown targets; the error lists all of them. Or the
+                rules have more than :data:`MAX_STRETCHES` stretches in total.
         """
         faults: list[str] = []
         sources: dict[str, TensorSpec] = {}
         parts: dict[str, list[TensorSources]] = {}
         stacks: dict[object, Template] = {}
-        # A model has many layers and experts of few forms; the properties of a form are computed once.
+        # Most layers and experts share a form, so a form is computed only once.
         forms: dict[object, _Form | None] = {}
         hashes: dict[int, object] = {}
         stretches = 0
@@ -408,7 +395,7 @@ class RuleSet(msgspec.Struct, frozen=True, dict=True):
 
 
 _last: dict[bytes, RuleSet] = {}
-"""The rules that were read last, by a cryptographic digest of their text."""
+"""The rules that were decoded last, by a cryptographic digest of their text."""
 
 _rules = msgspec.json.Decoder(RuleSet)
 _RESTORE = "Restore the file from a copy; it is damaged, or another version wrote it."
@@ -420,11 +407,11 @@ def encode_rules(rules: RuleSet) -> bytes:
 
 
 def decode_rules(data: bytes, where: str) -> RuleSet:
-    """Return the rules that :func:`encode_rules` wrote.
+    """Decode the JSON of :func:`encode_rules`.
 
     Args:
         data: UTF-8 JSON.
-        where: the path of the file, for the error.
+        where: path of the file, for errors.
     Raises:
         FormatError: the JSON is malformed or not a set of rules.
     """

@@ -1,11 +1,11 @@
-"""Templates: the relation of a tensor and its sources without names, once for all tensors of a kind.
+"""Templates: how a tensor consists of its sources, without names and shared by all tensors of a kind.
 
-The layers and experts of a model consist of their sources in a few ways. A :class:`Template` is one of them: boxes of
-sources, which are counted and not named, and the boxes of a target. Results of geometry alone (the proof, the reverse,
-a composition, the positions of bytes) are computed once per template and not once per tensor.
+The layers and experts of a model are built in few ways. A :class:`Template` is one of them: boxes of numbered sources
+and of a target. Results of geometry alone (proof, reverse, composition, byte positions) are computed once per template
+instead of once per tensor.
 
-Templates are compared by identity, so that a look-up does not depend on their size. Equal templates that are separate
-objects take more time and do not change a result.
+Templates are compared by identity, so that lookups do not depend on their size. Equal templates that are separate
+objects only cost time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class BoxLink(msgspec.Struct, frozen=True):
     """One box of a source that is one box of a target.
 
     Args:
-        source: the position of the source among those of the target.
+        source: the position of the source in the list of the target's sources.
         source_box: global coordinates in the source.
         target_box: global coordinates in the target.
-        axes: for every target axis the source axis that it reads, or -1 for a target axis of length one that the
-            source does not have. A source axis that is not listed has length one.
-        cast: the dtype that values are converted to, or None if their bits are kept.
+        axes: for every target axis the source axis that it reads, or -1 for a new target axis of length one. Source
+            axes that are not listed have length one.
+        cast: the dtype that values are converted to; None to keep the bits.
     """
 
     source: int
@@ -49,9 +49,9 @@ class Correspondence(msgspec.Struct, frozen=True):
         source_box: global coordinates in the source.
         target: name of the target tensor.
         target_box: global coordinates in the target.
-        axes: for every target axis the source axis that it reads, or -1 for a target axis of length one that the
-            source does not have. A source axis that is not listed has length one.
-        cast: the dtype that values are converted to, or None if their bits are kept.
+        axes: for every target axis the source axis that it reads, or -1 for a new target axis of length one. Source
+            axes that are not listed have length one.
+        cast: the dtype that values are converted to; None to keep the bits.
     """
 
     source: str
@@ -76,7 +76,7 @@ class Template(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @property
     def keeps_positions(self) -> bool:
-        """Return whether every element has the position that it has in its source."""
+        """Return whether every element has the same position as in its source."""
         return all(
             link.source_box == link.target_box and link.axes == tuple(range(len(link.axes))) for link in self.links
         )
@@ -97,16 +97,13 @@ class Template(msgspec.Struct, frozen=True, eq=False, dict=True):
 
 @lru_cache(maxsize=4096)
 def identity(shape: Shape) -> Template:
-    """Return the template of a tensor that is equal to its source.
-
-    Tensors of one shape share it, so that facts about a template are derived once for all of them.
-    """
+    """Return the template of a tensor that is equal to its source; tensors of one shape share it."""
     box = whole(shape)
     return Template((BoxLink(0, box, box, tuple(range(len(shape)))),))
 
 
 def inverted(parts: Sequence[tuple[Template, int]], cast: str | None) -> Template:
-    """Return the other direction: the relation of one source and the targets that read it.
+    """Return the reverse: how one source consists of the targets that read it.
 
     Args:
         parts: the template of every target that reads the source, and the position of the source in it.
@@ -117,7 +114,7 @@ def inverted(parts: Sequence[tuple[Template, int]], cast: str | None) -> Templat
         for link in template.by_source.get(source, ()):
             back = [NEW_AXIS] * len(link.source_box.lo)
             for axis, source_axis in enumerate(link.axes):
-                # The proof reports axes that the source does not have, and it uses the reverse.
+                # Skip invalid axes: the proof uses the reverse, and reports them.
                 if 0 <= source_axis < len(back):
                     back[source_axis] = axis
             back_cast = None if link.cast is None else cast
@@ -126,12 +123,12 @@ def inverted(parts: Sequence[tuple[Template, int]], cast: str | None) -> Templat
 
 
 def composed(after: Template, before: Sequence[Template | None], places: Sequence[Sequence[int]]) -> Template:
-    """Return a template whose sources have templates themselves.
+    """Return the composition of a template and the templates of its sources.
 
     Args:
         after: the last step.
         before: the template of each source of ``after``, or None.
-        places: for every source of each of ``before`` its position among the sources of the result.
+        places: for each template of ``before``, the positions of its sources in the result.
     """
     links: list[BoxLink] = []
     for last in after.links:
@@ -158,8 +155,8 @@ def composed(after: Template, before: Sequence[Template | None], places: Sequenc
 def _joined(link: BoxLink, last: BoxLink) -> tuple[int, ...]:
     """Return the axes of one link followed by another.
 
-    A removed axis and a new axis both have length one, so that they may be the same: the axis of experts in two stacks.
-    Experts that are consecutive in both stacks are then one box.
+    A removed axis and a new axis both have length one, so they can be the same axis, such as the expert axis of two
+    stacks. Experts that are consecutive in both stacks then form one box.
     """
     axes = [NEW_AXIS if axis == NEW_AXIS else link.axes[axis] for axis in last.axes]
     left = [axis for axis in range(len(link.source_box.lo)) if axis not in axes]
@@ -177,7 +174,7 @@ def pushed(link: BoxLink | Correspondence, part: Box) -> Box:
 
 
 def _carried(part: Box, here: Box, there: Box, axes: Iterable[tuple[int, int]]) -> Box:
-    """Return the location of ``part`` of one box in the other, whole on axes that only the other has."""
+    """Return the location in ``there`` of ``part``, a box inside ``here``. Axes without a counterpart stay complete."""
     lo, hi = list(there.lo), list(there.hi)
     for axis, other in axes:
         if axis != NEW_AXIS and other != NEW_AXIS:
@@ -190,8 +187,8 @@ def _carried(part: Box, here: Box, there: Box, axes: Iterable[tuple[int, int]]) 
 def coalesced(items: Iterable[Boxed]) -> list[Boxed]:
     """Merge boxes of one target that are adjacent on both sides.
 
-    The composition of two equal fused layouts is then one box and not one per head. A merged box may be adjacent to the
-    one before it: parts become an expert, and experts become their stack.
+    The composition of two equal fused layouts is then one box instead of one per head. A merged box can be adjacent to
+    the preceding box: parts merge into an expert, and experts into their stack.
     """
     merged: list[Boxed] = []
     for item in sorted(items, key=lambda entry: (entry.source, entry.target_box.lo)):
@@ -220,7 +217,7 @@ def _continued(first: Boxed, second: Boxed) -> Boxed | None:
 
 
 def pruned(template: Template) -> tuple[Template, tuple[int, ...]]:
-    """Return the template without sources that it does not read, and the previous positions of the others."""
+    """Return the template without unread sources, and the previous positions of the remaining sources."""
     kept = tuple(sorted(template.by_source))
     if kept == tuple(range(len(kept))):
         return template, kept
@@ -232,7 +229,7 @@ def stack_templates(parts: Sequence[tuple[Template, int]]) -> Template:
     """Return the template of a tensor that several templates fill.
 
     Args:
-        parts: each with the number of its sources. The sources of the result are theirs, in order.
+        parts: templates, each with the number of its sources. The result has the sources of all, in order.
     """
     links: list[BoxLink] = []
     start = 0
