@@ -60,7 +60,7 @@ from paddleformers_fc.layout.live import Roles, describe_roles, dtype_name
 from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, OPTIMIZER_STATE, ROLES, parameter_of
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Shape
-from paddleformers_fc.plan.block_owners import MOST_SHARING, NO_BLOCKS, BlockReads, RecordedBlocks
+from paddleformers_fc.plan.block_owners import MAX_SHARING_RANKS, NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.build import plan_reads, regrouped
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import OPEN_WEIGHTS, Report
@@ -219,20 +219,20 @@ class _Preflight(msgspec.Struct, frozen=True):
     Args:
         plan: its reads.
         report: the mismatches.
-        may_be_left: parameters whose stored tensors no rank has to read.
-        optional: decides which tensors of open weights no rank has to read; None if ``may_be_left`` does.
+        may_stay_unread: parameters whose stored tensors no rank has to read.
+        optional: decides which tensors of open weights no rank has to read; None if ``may_stay_unread`` does.
     """
 
     plan: LoadPlan
     report: Report
-    may_be_left: Collection[str] = ()
+    may_stay_unread: Collection[str] = ()
     optional: OptionalNames | None = None
 
     def unexpected(self, untouched: Sequence[Stored], catalog: Catalog) -> list[str]:
         """Return the stored tensors that should have been read, of those that no rank reads."""
         if self.optional is not None:
             return self.optional.missed([name for _, name in untouched], catalog.roles[MODEL_STATE])
-        return [name for role, name in untouched if parameter_of(role, name) not in self.may_be_left]
+        return [name for role, name in untouched if parameter_of(role, name) not in self.may_stay_unread]
 
 
 class _PreflightMessage(msgspec.Struct, array_like=True):
@@ -245,7 +245,7 @@ class _PreflightMessage(msgspec.Struct, array_like=True):
         compares: whether it has stored tensors to compare first.
         share: what it can read together with other ranks.
         blocks: the blocks that it reads if every rank reads for itself, and their checksums are compared; of more than
-            :data:`MOST_SHARING` ranks, each compares all that it reads, and none is sent.
+            :data:`MAX_SHARING_RANKS` ranks, each compares all that it reads, and none is sent.
     """
 
     report: list[tuple[str, str]]
@@ -357,8 +357,8 @@ def _plan_checkpoint(
     for line in regrouped(source):
         report.add("shape", line)
     plan = plan_reads(structs.replace(source, may_cast=terms.may_cast), shards)
-    may_be_left = source.mapping.dropped if aoa_config else checkpoint.rules.fresh
-    return _Preflight(with_shared_numbers(plan, roles), plan.report.merge([report]), may_be_left)
+    may_stay_unread = source.mapping.dropped if aoa_config else checkpoint.rules.fresh
+    return _Preflight(with_shared_numbers(plan, roles), plan.report.merge([report]), may_stay_unread)
 
 
 def _family_difference(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
@@ -579,7 +579,7 @@ def _agree(
         if not catalog.visible_to:
             share, parts = shared_reads(own.plan, roles, options)
         message = _PreflightMessage(own.report.to_wire(), list(roles), options.replicas, bool(own.plan.checks), share)
-        if channel.world_size <= MOST_SHARING:
+        if channel.world_size <= MAX_SHARING_RANKS:
             message.blocks = blocks
         target.timer.end("plan")
         return message, (own, roles, slots, blocks, parts)

@@ -211,11 +211,7 @@ def register_optimizer(optimizer: type, like_parameter: Iterable[str] = (), numb
     faults = [f"{name}: invalid name of an accumulator" for name, _ in shapes if not _ACCUMULATOR.fullmatch(name)]
     names = [name for name, _ in shapes]
     faults += [f"{name}: declared twice" for name in sorted(set(names)) if names.count(name) > 1]
-    faults += [
-        f"{state.paddle_name}: reserved for master weights"
-        for state in states
-        if state.suffix == MASTER.suffix
-    ]
+    faults += [f"{state.paddle_name}: reserved for master weights" for state in states if state.suffix == MASTER.suffix]
     faults += [
         f"{state.paddle_name}: declared '{state.shape.value}', but this package uses '{_SHAPES[state.suffix].value}'"
         for state in states

@@ -1,19 +1,14 @@
 """Assign the blocks of tensor files to the ranks that compare their checksums, so that each is hashed once.
 
-Every rank reports which blocks it reads, and of which it reads most bytes in the order of the file. All ranks compute
-the same owners from that. A rank that reads most of a block takes precedence, because it hashes while it reads. Others
-must read the rest of the block as well. Blocks are balanced over ranks of equal precedence.
+Every rank reports which blocks it reads, and which of them mostly in file order. All ranks compute the same owners from
+these reports, balanced by number of blocks. A rank that reads most of a block takes precedence, because it hashes while
+it reads; any other rank has to read the rest of the block as well.
 
-A verdict holds for the bytes that were hashed. Ranks share it if they read the same bytes: the same files (device,
-inode, size and change time) through the page cache of the same machine, or the same objects of a store. Ranks of other
-machines hash their own reads: copies on local disks can differ, and so can page caches.
-
-Time: linear in the items of a plan, and in the blocks of a checkpoint for each rank that shares verdicts: the ranks of
-a machine, or all ranks that read from a store. Memory: some numbers per block, and less than a byte per block and such
-rank; a checkpoint of 1 TB has 250,000 blocks.
-
-A region of a stored box consists of runs of bytes with a constant stride per axis. Runs with gaps shorter than a block
-are joined, so the number of steps is that of the blocks and not that of the rows.
+Ranks share a block only if they read the same bytes: the same files (device, inode, size and change time) through the
+page cache of one machine, or the same objects of a store. Ranks on other machines hash their own reads, because local
+copies and page caches can differ. Time: linear in the items of a plan, and in the blocks of a checkpoint for each rank
+that shares them. Memory: a few numbers per block, and less than a byte per block and such rank. A checkpoint of 1 TB
+has 250,000 blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +32,9 @@ from paddleformers_fc.storage.operations import row_major
 
 
 def byte_runs(part: StoredPart, gap: int) -> Iterator[tuple[int, int]]:
-    """Yield first and last byte of every run of a region; runs less than ``gap`` bytes apart are joined.
+    """Yield first and last byte of every contiguous run of a region.
+
+    Runs less than ``gap`` bytes apart are joined, so that the number of steps depends on blocks and not on rows.
 
     Args:
         part: the region.
@@ -65,24 +62,24 @@ def _runs(begin: int, axes: list[tuple[int, int]], width: int, gap: int) -> Iter
         yield from _runs(begin + number * stride, axes[1:], width, gap)
 
 
-MOST_SHARING = 64
-"""Most ranks that share the comparison of blocks which several of them read: each sends some hundred bytes to all."""
+MAX_SHARING_RANKS = 64
+"""Maximum number of ranks that share the comparison of blocks: each sends some hundred bytes to all others."""
 
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
-"""A flag for every block."""
+"""A flag per block."""
 Bits = np.ndarray[tuple[int], np.dtype[np.uint8]]
-"""A bit for every block."""
+"""A bit per block."""
 _Run = tuple[int, int, bool]
-"""The first and last byte of a run, and whether all bytes between them are read."""
+"""The first and last byte of a run, and whether every byte between them is read."""
 
 
 class BlockReads(msgspec.Struct, frozen=True, array_like=True):
-    """The blocks that one rank reads, on their way to the other ranks.
+    """Message with the blocks that one rank reads.
 
     Args:
-        source: equal on ranks that read the same bytes; empty if there is none to compare.
-        read: a bit for every block of which the rank reads anything, compressed.
-        streamed: a bit for every block of which the rank reads at least half, in the order of the file, compressed.
+        source: equal on ranks that read the same bytes; empty if that is unknown.
+        read: a bit per block, set if the rank reads any byte of it; compressed.
+        streamed: a bit per block, set if the rank reads at least half of it in file order; compressed.
     """
 
     source: str = ""
@@ -91,10 +88,10 @@ class BlockReads(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecordedBlocks(msgspec.Struct, frozen=True, dict=True):
-    """The blocks of tensor files whose checksums a load compares while it reads; no files if it compares none.
+    """The blocks of tensor files whose checksums a load compares while it reads.
 
     Args:
-        files: the recorded checksums, by path; equal on all ranks.
+        files: the recorded checksums, by path; equal on all ranks. Empty if none are compared.
         next_step: advice for files that do not match.
     """
 
@@ -103,30 +100,30 @@ class RecordedBlocks(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def first(self) -> dict[str, int]:
-        """The number of each file's first block, counted through all files."""
+        """The number of each file's first block, numbered across all files."""
         paths = sorted(self.files)
         ends = accumulate(self.files[path].count for path in paths)
         return {path: end - self.files[path].count for path, end in zip(paths, ends, strict=True)}
 
     @property
     def count(self) -> int:
-        """The number of blocks of all files."""
+        """Number of blocks in all files."""
         return sum(one.count for one in self.files.values())
 
     def reads(self, parts: Iterable[StoredPart], source: str) -> BlockReads:
-        """Return which blocks hold the bytes that one rank reads.
+        """Return the blocks that contain the bytes that one rank reads.
 
         Args:
-            parts: its reads.
+            parts: the ranges that the rank reads.
             source: see :class:`BlockReads`.
         """
         found: dict[str, list[_Run]] = {}
-        # The runs of equal regions, which are many, differ by where their stored boxes begin.
+        # Many regions are equal; their runs differ only by the offset of the stored box.
         alike: dict[tuple[object, ...], list[_Run]] = {}
         for part in parts:
             if part.file not in self.files:
                 raise FormatError(
-                    f"{part.file} has no recorded checksums, and other files of its directory have some.",
+                    f"{part.file} has no recorded checksums, but other files in its directory do.",
                     where=part.file,
                     next_step="Export the weights again, or set flex_verify: off to read them without checksums.",
                 )
@@ -149,13 +146,13 @@ class RecordedBlocks(msgspec.Struct, frozen=True, dict=True):
         """Return the numbers of the blocks that one rank compares, by file.
 
         Args:
-            everyone: the reads of each rank, by rank.
+            everyone: the reads of all ranks, by rank.
             rank: the rank.
         """
         source = everyone[rank].source
         group = [other for other, one in enumerate(everyone) if other == rank or (source and one.source == source)]
-        first = group.index(rank) // MOST_SHARING * MOST_SHARING
-        group = group[first : first + MOST_SHARING]  # More ranks share in groups, which compare the same blocks.
+        first = group.index(rank) // MAX_SHARING_RANKS * MAX_SHARING_RANKS
+        group = group[first : first + MAX_SHARING_RANKS]  # More ranks form groups; each group compares all blocks.
         read = np.array([self._bits(everyone[other].read) for other in group])
         streamed = read & [self._bits(everyone[other].streamed) for other in group]
         read &= ~np.bitwise_or.reduce(streamed)
@@ -172,11 +169,11 @@ class RecordedBlocks(msgspec.Struct, frozen=True, dict=True):
 
 
 NO_BLOCKS = RecordedBlocks()
-"""For a load that compares no checksums of tensors."""
+"""For a load that compares no checksums of tensor files."""
 
 
 def _touched(runs: list[_Run], checksum: FileChecksum) -> tuple[Flags, Flags]:
-    """Return which blocks of a file hold a byte of some runs, and which are at least half in dense runs."""
+    """Return which blocks of a file contain a byte of the runs, and which are at least half covered by dense runs."""
     length, count = checksum.block_bytes, checksum.count
     low, high, dense = np.array(runs, np.int64).reshape(-1, 3).T
     begin, end = low // length, high // length
@@ -186,7 +183,7 @@ def _touched(runs: list[_Run], checksum: FileChecksum) -> tuple[Flags, Flags]:
     np.add.at(covered, begin, dense * length)
     np.add.at(covered, end + 1, -dense * length)
     covered = covered.cumsum()
-    # The first and the last block of a run need not be whole.
+    # A run may cover its first and last block only partly.
     np.add.at(covered, begin, -dense * (low % length))
     np.add.at(covered, end, -dense * (length - 1 - high % length))
     lengths = np.full(count, length)
@@ -195,18 +192,17 @@ def _touched(runs: list[_Run], checksum: FileChecksum) -> tuple[Flags, Flags]:
 
 
 def _packed(flags: Flags) -> bytes:
-    # A rank of many reads few long runs of blocks.
     return zlib.compress(np.packbits(flags).tobytes(), 1)
 
 
 def _balanced(able: np.ndarray[tuple[int, int], np.dtype[np.uint8]], count: int, member: int) -> Flags:
-    """Assign every block to a member that can compare it, and return those of one member.
+    """Assign every block to a member that can compare it, and return the blocks of one member.
 
-    Blocks that the same members can compare go in turn to the one with the fewest, so that all members end with equal
+    Blocks that the same members can compare go to the member with the fewest so far. All members end with equal
     numbers, and ranks that read one file together compare blocks at about the same position.
 
     Args:
-        able: for each member a bit for every block, packed; at most :data:`MOST_SHARING` members.
+        able: the packed bits of each member, one per block; at most :data:`MAX_SHARING_RANKS` members.
         count: number of blocks.
         member: the member.
     """
@@ -214,7 +210,7 @@ def _balanced(able: np.ndarray[tuple[int, int], np.dtype[np.uint8]], count: int,
     for index, bits in enumerate(able):
         members |= np.unpackbits(bits, count=count).astype(np.uint64) << np.uint64(index)
     loads = [0] * len(able)
-    # Blocks that only one member can compare come first: they are part of its load in any case.
+    # Blocks that only one member can compare come first, because they count towards its load in any case.
     for among in sorted(np.unique(members[members > 0]).tolist(), key=lambda among: (among.bit_count(), among)):
         fewest = [(load, index) for index, load in enumerate(loads) if among >> index & 1]
         heapify(fewest)

@@ -1,25 +1,13 @@
-"""Plan reads: map byte ranges of files to the parts of wanted shards that they fill.
+"""Plan reads: map byte ranges of files to the parts of target shards that they fill.
 
-The template of a tensor lists the boxes of stored tensors that a wanted shard consists of, and the catalog has their
-offsets. A plan contains only bytes that are needed, and writes every wanted element exactly once. Optimizer states
-follow their parameter: a master weight or moment takes the boxes of the parameter and never its casts. A power of beta
+The template of a tensor lists the boxes of stored tensors that a target shard consists of; the catalog has their
+offsets. A plan reads only the bytes that are needed, and writes every target element exactly once. Optimizer states
+follow their parameter: a master weight or moment uses the boxes of the parameter, but never its casts. A power of beta
 is one number, which must be equal in all sources.
 
-Shards are filled alike if they are equal boxes of tensors with equal templates over equally stored tensors. Such shards
-share one :class:`FillPattern`, which is derived and checked once.
-
-Time: a look-up per shard and its items; per pattern the boxes that intersect its fragments, found by bisection. Memory:
-the items.
-
-**States of one number per shard.** Such a number belongs to the elements of one box. It is exact only if the same
-elements are one box again: the parameter has the same shape and cuts, and every element the same position. Plans
-compare the cuts, because the numbers form a tensor with one element per box. :func:`regrouped` compares the positions,
-which other cuts, fused layers or statements change. Digests and exports of single tensors need no comparison: there the
-number of a fused tensor is that of its parts.
-
-**Pieces** of whole tensors fit into bounded memory. A piece is a range of the tensor's elements in row-major order, so
-its bytes are successive bytes of the tensor. Pieces can therefore be hashed, or written into a file, one after the
-other. A piece is planned as any flattened shard.
+Shards with equal boxes of tensors with equal templates and equal storage share one :class:`FillPattern`, which is
+derived and checked once. Time: a look-up per shard and its items; per pattern, a bisection for the intersecting boxes.
+Memory: the items.
 """
 
 from __future__ import annotations
@@ -51,30 +39,30 @@ from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage.dtypes import dtype_size
 
 CAST = frozenset({"float32", "bfloat16"})
-"""Element types between which ``may_cast`` casts, rounding to the nearest even number as Paddle does."""
+"""Dtypes between which ``may_cast`` casts, rounding half to even as Paddle does."""
 
 _in_file = attrgetter("stored.begin")
 
 
 class ReadSource(msgspec.Struct, frozen=True):
-    """Stored tensors and their mapping to wanted ones.
+    """Stored tensors and their mapping to target tensors.
 
     Args:
         catalog: the stored tensors.
-        mapping: from stored parameters to wanted parameters.
+        mapping: from stored parameters to target parameters.
         stored_aliases: stored alias -> stored owner, for tied parameters.
-        wanted_aliases: wanted alias -> wanted owner.
+        target_aliases: target alias -> target owner.
         preferred: stored owner -> the names of all copies; the first one is read. Copies of other owners must be equal.
-        may_cast: whether the precision may differ. Then numbers are cast between :data:`CAST`. A weight of another type
-            is read from its master weight, and a missing master weight from its weight.
-        averaged: whether weights and master weights are read from their moving averages, where there are any. An
-            average is cast to the type of the weight.
+        may_cast: whether the precision may differ. If so, numbers are cast between the dtypes of :data:`CAST`, a weight
+            of a different dtype is read from its master weight, and a missing master weight from its weight.
+        averaged: whether weights and master weights are read from their moving averages, if stored. An average is cast
+            to the dtype of the weight.
     """
 
     catalog: Catalog
     mapping: TensorMapping
     stored_aliases: Mapping[str, str] = msgspec.field(default_factory=dict)
-    wanted_aliases: Mapping[str, str] = msgspec.field(default_factory=dict)
+    target_aliases: Mapping[str, str] = msgspec.field(default_factory=dict)
     preferred: Mapping[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
     may_cast: bool = False
     averaged: bool = False
@@ -92,10 +80,10 @@ class PatternPiece(msgspec.Struct, frozen=True, gc=False):
         box: index of its stored box.
         stored_shape: shape of that box in its file.
         stored_part: the region, in coordinates of that box in its file.
-        start: index, in elements, of the wanted fragment in the shard's buffer.
-        shape: shape of the wanted fragment.
-        part: the region, in coordinates of the wanted fragment.
-        axes: for every axis of the wanted region the stored axis it reads, or -1 for a new axis of length one.
+        start: index of the target fragment's first element in the shard's buffer.
+        shape: shape of the target fragment.
+        part: the region, in coordinates of the target fragment.
+        axes: for every axis of the target region the stored axis it reads, or -1 for a new axis of length one.
     """
 
     tensor: int
@@ -109,17 +97,17 @@ class PatternPiece(msgspec.Struct, frozen=True, gc=False):
 
 
 class FillPattern(msgspec.Struct, frozen=True, eq=False):
-    """The pattern that fills all shards of one kind.
+    """How to fill all shards of one kind.
 
     Args:
-        pieces: in the order of the shard's fragments.
+        pieces: the stored boxes, in the order of the shard's fragments.
     """
 
     pieces: tuple[PatternPiece, ...]
 
 
 class ShardFill(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The source of one shard: a pattern, and the stored tensors of its indices."""
+    """How to fill one shard: a pattern, and the stored tensors that its indices refer to."""
 
     pattern: FillPattern
     tensors: list[StoredTensor]
@@ -140,17 +128,17 @@ class ShardFill(msgspec.Struct, frozen=True, eq=False, gc=False):
         return items
 
 
-def plan_reads(source: ReadSource, wanted: ShardsByRole) -> LoadPlan:
+def plan_reads(source: ReadSource, targets: ShardsByRole) -> LoadPlan:
     """Plan the reads of one rank.
 
     Args:
         source: the stored tensors and their mapping.
-        wanted: role -> full name -> the shard to fill.
+        targets: role -> full name -> the shard to fill.
     Returns:
         the plan; its report lists the mismatches.
     """
     planner, by_file = Planner(source), defaultdict[str, list[ReadItem]](list)
-    for role, shards in wanted.items():
+    for role, shards in targets.items():
         for shard in shards.values():
             for item in planner.items(role, shard):
                 by_file[item.stored.file].append(item)
@@ -165,13 +153,13 @@ def plan_reads(source: ReadSource, wanted: ShardsByRole) -> LoadPlan:
 
 
 class Planner:
-    """Plan the reads of one shard after another from one source. Equal patterns are derived once.
+    """Plan the reads of shards one by one from one source. Equal patterns are derived once.
 
     Args:
         source: the stored tensors and their mapping.
     Attributes:
         report: the mismatches so far.
-        checks: stored boxes that must be equal, by the names of the two tensors.
+        checks: pairs of stored boxes that must be equal, by the names of the two tensors.
         touched: stored names that are read, by role.
     """
 
@@ -182,26 +170,27 @@ class Planner:
             self._copies[owner] = (*self._copies.get(owner, (owner,)), alias)
         self._copies |= source.preferred
         self._patterns: dict[tuple[object, ...], FillPattern] = {}
-        self._made, self._sources, self._targets = source.mapping.made, source.mapping.sources, source.mapping.targets
+        mapping = source.mapping
+        self._target_sources, self._sources, self._targets = mapping.made, mapping.sources, mapping.targets
         self.report = Report()
         self.checks: dict[tuple[str, str], EqualCheck] = {}
         self.touched: defaultdict[str, set[str]] = defaultdict(set)
 
     def items(self, role: str, shard: Shard) -> list[ReadItem]:
-        """Return the read items of one shard; none where it keeps its values, or where something does not fit.
+        """Return the read items of one shard; none if it keeps its values, or does not match what is stored.
 
         Args:
             role: its role.
-            shard: such as a part of a tensor that was planned as a whole.
+            shard: the shard, or a part of it.
         """
         filling = self.filling(role, shard)
         return [] if filling is None else filling.items(role, shard.name)
 
     def filling(self, role: str, shard: Shard) -> ShardFill | None:
-        """Return how one shard is filled; None if it keeps its values or does not fit."""
+        """Return how to fill one shard; None if it keeps its values, or does not match what is stored."""
         state = split_state_name(role, shard.name, shard.global_shape)
-        parameter = self._source.wanted_aliases.get(state.parameter, state.parameter)
-        made = self._made.get(parameter)
+        parameter = self._source.target_aliases.get(state.parameter, state.parameter)
+        made = self._target_sources.get(parameter)
         if made is None:
             if parameter not in self._source.mapping.fresh:
                 self.report.add("missing", shard.name)
@@ -211,7 +200,7 @@ class Planner:
             return None
         template = made.template
         if state.shape is not StateShape.PARAMETER:
-            if not self._agree(shard, tensors):
+            if not self._numbers_match(shard, tensors):
                 return None
             template, tensors = identity(shard.global_shape), tensors[:1]
         else:
@@ -224,20 +213,20 @@ class Planner:
         key = (template, shard.box, shard.flat, shard.dtype, shard.global_shape, role == MODEL_STATE, average, *forms)
         pattern = self._patterns.get(key)
         if pattern is None:
-            if not self._have_the_dtype(role, shard, template, tensors):
+            if not self._dtypes_match(role, shard, template, tensors):
                 return None
             pattern = FillPattern(tuple(_pieces(shard, template, forms)))
             if self._covers(shard, pattern):
-                # Faults are reported for every name, so their patterns are not kept.
+                # Faults must be reported for every name, so faulty patterns are not cached.
                 self._patterns[key] = pattern
         return ShardFill(pattern, tensors)
 
     def _tensors(self, role: str, shard: Shard, names: tuple[str, ...], state: StateName) -> list[StoredTensor] | None:
-        """Return the stored states of some parameters; None if one is missing or has another shape than mapped."""
+        """Return the stored states of some parameters; None if a state is missing or its shape does not match."""
         found: list[StoredTensor] = []
         for name in names:
             full = name + state.suffix
-            tensor = self._to_read(role, name, state.suffix, shard.dtype)
+            tensor = self._stored_source(role, name, state.suffix, shard.dtype)
             if tensor is None:
                 self.report.add("missing", full if full == shard.name else f"{shard.name}: needs {full}")
                 continue
@@ -248,17 +237,17 @@ class Planner:
                 self._report_shape(shard, f"stored {list(shape)}", self._sources[name].shape)
         return found if len(found) == len(names) else None
 
-    def _to_read(self, role: str, parameter: str, suffix: str, wanted: str) -> StoredTensor | None:
-        """Return the stored tensor that a wanted one is read from; None if there is none.
+    def _stored_source(self, role: str, parameter: str, suffix: str, dtype: str) -> StoredTensor | None:
+        """Return the stored tensor that a target tensor is read from; None if there is none.
 
         Args:
-            role: role of the wanted tensor.
+            role: role of the target tensor.
             parameter: the stored parameter.
-            suffix: of the wanted tensor.
-            wanted: the wanted dtype.
+            suffix: suffix of the target tensor.
+            dtype: dtype of the target tensor.
         """
         tensor, source = self._stored(role, parameter, suffix), self._source
-        if source.may_cast and role == MODEL_STATE and tensor is not None and tensor.dtype != wanted:
+        if source.may_cast and role == MODEL_STATE and tensor is not None and tensor.dtype != dtype:
             tensor = self._stored(MASTER_WEIGHT, parameter, MASTER.suffix) or tensor
         if source.may_cast and role == MASTER_WEIGHT and tensor is None:
             tensor = self._stored(MODEL_STATE, parameter, "")
@@ -267,9 +256,9 @@ class Planner:
         return tensor
 
     def _stored(self, role: str, parameter: str, suffix: str) -> StoredTensor | None:
-        """Return a stored tensor, which counts as read.
+        """Return a stored tensor, and record it as read.
 
-        Of the copies of a tied one this is the preferred copy, or the owner's, which must equal all others.
+        Of a tied tensor, return the preferred copy, or else the owner's, which must equal all other copies.
         """
         stored = self._source.catalog.roles.get(role, {})
         names = self._copies.get(parameter, (parameter,))
@@ -279,13 +268,13 @@ class Planner:
             self._must_equal(found[0], other, tied=True)
         return found[0] if found else None
 
-    def _report_shape(self, shard: Shard, what: str, wanted: Shape) -> None:
-        self.report.add("shape", f"{shard.name}: {what}, wanted {list(wanted)}")
+    def _report_shape(self, shard: Shard, what: str, expected: Shape) -> None:
+        self.report.add("shape", f"{shard.name}: {what}, wanted {list(expected)}")
 
-    def _agree(self, shard: Shard, tensors: list[StoredTensor]) -> bool:
-        """Return whether several stored numbers fit one wanted number, and add checks that they are equal."""
+    def _numbers_match(self, shard: Shard, tensors: list[StoredTensor]) -> bool:
+        """Return whether stored numbers match the dtype and shape of a target number, and check that they are equal."""
         for tensor in tensors:
-            if tensor.dtype != shard.dtype and not self._casts(tensor.dtype, shard.dtype):
+            if tensor.dtype != shard.dtype and not self._can_cast(tensor.dtype, shard.dtype):
                 self.report.add("dtype", f"{shard.name}: stored {tensor.dtype}, wanted {shard.dtype}")
                 return False
             if tensor.shape != shard.global_shape:
@@ -302,25 +291,25 @@ class Planner:
         if (one.shape, one.dtype, one.held_dtype, one.turned) != (two.shape, two.dtype, two.held_dtype, two.turned):
             self.report.add("unequal", f"{other.name}: {other.dtype} {list(other.shape)} is not {owner.name}'s form")
             return
-        for index, (left, right) in enumerate(_common(owner, whole(owner.shape), other)):
+        for index, (left, right) in enumerate(_common_parts(owner, whole(owner.shape), other)):
             key = (owner.name, other.name if index == 0 else f"{other.name}#{index}")
             self.checks[key] = EqualCheck(f"{other.name} = {owner.name}", left, right, tied)
 
-    def _have_the_dtype(self, role: str, shard: Shard, template: Template, tensors: list[StoredTensor]) -> bool:
-        """Return whether every link has the shard's dtype, as stored or by a cast; states are cast on request only."""
+    def _dtypes_match(self, role: str, shard: Shard, template: Template, tensors: list[StoredTensor]) -> bool:
+        """Return whether every source has the shard's dtype, as stored or after an allowed cast."""
         wrong = dict.fromkeys(
             tensors[link.source].dtype
             for link in template.links
             if tensors[link.source].dtype != shard.dtype and (role != MODEL_STATE or link.cast != shard.dtype)
-            if not self._casts(tensors[link.source].dtype, shard.dtype)
+            if not self._can_cast(tensors[link.source].dtype, shard.dtype)
             if not (role == MODEL_STATE and self._source.averaged and self._source.is_average(tensors[link.source]))
         )
         for dtype in wrong:
             self.report.add("dtype", f"{shard.name}: stored {dtype}, wanted {shard.dtype}")
         return not wrong
 
-    def _casts(self, stored: str, wanted: str) -> bool:
-        return self._source.may_cast and {stored, wanted} <= CAST
+    def _can_cast(self, stored: str, target: str) -> bool:
+        return self._source.may_cast and {stored, target} <= CAST
 
     def _covers(self, shard: Shard, pattern: FillPattern) -> bool:
         """Return whether every element of the shard is written exactly once."""
@@ -342,11 +331,11 @@ def _pieces(shard: Shard, template: Template, forms: list[StoredForm]) -> Iterat
             link = template.links[place]
             part = link.target_box.intersect(fragment.box)
             if part is not None:
-                yield from _linked(fragment, link, part, forms[link.source])
+                yield from _link_pieces(fragment, link, part, forms[link.source])
 
 
-def _linked(fragment: Fragment, link: BoxLink, part: Box, form: StoredForm) -> Iterator[PatternPiece]:
-    for index, common in _touching(form, pulled(link, part)):
+def _link_pieces(fragment: Fragment, link: BoxLink, part: Box, form: StoredForm) -> Iterator[PatternPiece]:
+    for index, common in _intersecting(form, pulled(link, part)):
         box = form.boxes[index]
         filled = pushed(link, common).relative_to(fragment.box.lo)
         shape, region = form.in_file(box.shape, common.relative_to(box.lo))
@@ -354,16 +343,16 @@ def _linked(fragment: Fragment, link: BoxLink, part: Box, form: StoredForm) -> I
         yield PatternPiece(link.source, index, shape, region, fragment.start, fragment.box.shape, filled, axes)
 
 
-def _touching(form: StoredForm, box: Box) -> Iterator[tuple[int, Box]]:
+def _intersecting(form: StoredForm, box: Box) -> Iterator[tuple[int, Box]]:
     for index in form.finder.near(box):
         common = form.boxes[index].intersect(box)
         if common is not None:
             yield index, common
 
 
-def _common(left: StoredTensor, box: Box, right: StoredTensor) -> Iterator[tuple[StoredPart, StoredPart]]:
-    for one, first in _touching(left.form, box):
-        for other, both in _touching(right.form, first):
+def _common_parts(left: StoredTensor, box: Box, right: StoredTensor) -> Iterator[tuple[StoredPart, StoredPart]]:
+    for one, first in _intersecting(left.form, box):
+        for other, both in _intersecting(right.form, first):
             yield _stored_part(left, one, both), _stored_part(right, other, both)
 
 
@@ -374,7 +363,11 @@ def _stored_part(tensor: StoredTensor, index: int, box: Box) -> StoredPart:
 
 
 def regrouped(source: ReadSource) -> Iterator[str]:
-    """Yield a line for every stored number of a shard whose parameter has its elements at other positions.
+    """Yield a line for every state with one number per shard whose parameter has moved its elements.
+
+    Such a number belongs to the elements of one box, and is exact only if the same elements form a box again. Plans
+    compare the cuts, because the numbers form a tensor with one element per box; this function compares the positions,
+    which fused layers or statements change. Digests and exports of single tensors do not need it.
 
     Args:
         source: stored tensors and their mapping to the live model.
@@ -386,7 +379,7 @@ def regrouped(source: ReadSource) -> Iterator[str]:
             found[source.stored_aliases.get(state.parameter, state.parameter)] = state.suffix
     for parameter, made in source.mapping.made.items() if found else ():
         suffix = next((found[name] for name in made.names if name in found), None)
-        # Of several sources at least one has its elements at other positions.
+        # With several sources, the elements of at least one are at other positions.
         if suffix is not None and not made.template.keeps_positions:
             yield (
                 f"{parameter}{suffix}: one number of each shard of {', '.join(made.names)}, whose elements are at "
@@ -395,12 +388,13 @@ def regrouped(source: ReadSource) -> Iterator[str]:
 
 
 def row_major_pieces(tensor: Shard, most_bytes: int) -> Iterator[Shard]:
-    """Yield a tensor, or a box of one, in ranges of at most ``most_bytes`` bytes, or of one element, row-major.
+    """Yield a shard in row-major ranges of at most ``most_bytes`` bytes, or of one element.
 
-    A range has a whole number of the longest rows, planes and so on that fit, so that few boxes make it up.
+    The bytes of successive pieces are successive bytes of the tensor, so that pieces can be hashed or written one by
+    one. A piece is planned like any flattened shard. It consists of complete rows or planes, and so of few boxes.
 
     Args:
-        tensor: without a range; it is the only piece if it fits.
+        tensor: a shard that is not flattened; it is the only piece if it is small enough.
         most_bytes: bound on the bytes of a piece.
     """
     if shard_bytes(tensor) <= most_bytes:

@@ -1,7 +1,7 @@
-"""Explain one tensor: every stored box that it is read from, or that reads it, and the rules between the two names.
+"""Trace a tensor to its files and byte offsets, with the rules between its stored and canonical names.
 
-A canonical tensor is explained by the stored boxes that it consists of, a stored tensor by the canonical boxes that
-consist of it. Both follow from the plan of an export, so they match the reads of an export.
+A canonical tensor is explained by the stored boxes that it is read from, a stored tensor by the canonical boxes that
+are read from it. Both follow from the plan of an export, so they match what an export reads.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class BoxSource(msgspec.Struct, frozen=True):
 
     Attributes:
         stored: name of the stored tensor.
-        stored_box: first and last (exclusive) coordinates in the stored tensor.
+        stored_box: coordinates in the stored tensor, the end excluded.
         file: path of the file, relative to the checkpoint.
-        begin: byte offset of the shard that contains the box.
-        shard: the box of the stored tensor that this shard is.
+        begin: byte offset of the stored shard that contains the box.
+        shard: coordinates of that shard in the stored tensor.
         canonical: name of the canonical tensor.
         canonical_box: coordinates in the canonical tensor.
         axes: for every canonical axis the stored axis that it reads, or -1 for a new axis of length one.
@@ -50,15 +50,15 @@ class BoxSource(msgspec.Struct, frozen=True):
 
 
 class ExplainedTensor(msgspec.Struct, frozen=True):
-    """One tensor of the name, in one role and one of the two spaces.
+    """One tensor with the requested name, in one role and one of the two spaces.
 
     Attributes:
         side: ``canonical`` or ``stored``.
         role: its role.
         dtype: element type.
         shape: global shape.
-        boxes: the stored boxes of its elements, or the canonical boxes that read it.
-        rules: the rules that lead from one space to the other; none where both have the same names.
+        boxes: the stored boxes that it is read from, or the canonical boxes that are read from it.
+        rules: the rules between the two spaces; none if both have the same names.
         tied: other stored names of the same tensor, which must be equal.
     """
 
@@ -75,10 +75,10 @@ class Explanation(msgspec.Struct, frozen=True):
     """The report of ``explain``.
 
     Attributes:
-        path: the directory as it was named.
+        path: the directory, as the user named it.
         kind: its format.
         name: the requested name.
-        tensors: the tensors of this name.
+        tensors: the tensors with this name.
     """
 
     path: str
@@ -88,7 +88,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 def explain_tensor(checkpoint: OpenedCheckpoint, name: str) -> Explanation:
-    """Explain a tensor by its canonical or stored name; states have the suffix of their kind.
+    """Explain a tensor by its canonical or stored name, including the suffix of a state.
 
     Raises:
         OptionError: there is no such tensor; the error lists similar names.
@@ -123,7 +123,7 @@ class _Explainer:
         return {name for space in spaces for name in space}
 
     def canonical(self, name: str) -> Iterator[ExplainedTensor]:
-        """Yield the canonical tensors of a name, with the stored boxes that they consist of."""
+        """Yield the canonical tensors with a name, and the stored boxes that they are read from."""
         for role, shards in self._layout.items():
             if name in shards:
                 shard, parameter = shards[name], split_state_name(role, name).parameter
@@ -133,7 +133,7 @@ class _Explainer:
                 yield ExplainedTensor(CANONICAL, role, shard.dtype, shard.global_shape, boxes, rules, tied)
 
     def stored(self, name: str) -> Iterator[ExplainedTensor]:
-        """Yield the stored tensors of a name, with the canonical boxes that consist of them."""
+        """Yield the stored tensors with a name, and the canonical boxes that are read from them."""
         for role, tensors in self._roles.items():
             if name in tensors:
                 tensor, parameter = tensors[name], split_state_name(role, name).parameter

@@ -1,14 +1,12 @@
-"""Forecast the cost of a load on every rank of a simulated grid, without a model, a tensor byte, or the ranks.
+"""Forecast the cost of a load on every rank of a simulated grid, without building a model or reading tensors.
 
-The target's layout is simulated from the checkpoint's own configuration. The plan of a rank is derived as in a load,
-shard by shard. Its cost depends only on the pattern that fills a shard. A shard of many ranks is therefore looked up
-once, and a pattern is costed once. Replicas have one cost.
+The target's layout is simulated from the checkpoint's configuration, and each rank is planned as in a load, shard by
+shard. The cost of a shard depends only on the pattern that fills it, so each pattern, each distinct shard and each set
+of replicas is computed once. The HTML page of a plan also shows the bytes that each rank reads from each writer: one
+writer per saving rank of a flex checkpoint, or one per file of another format.
 
-The page of a plan also shows the bytes that each rank reads from each writer, by parameter with its states. A flex
-checkpoint has one writer per saving rank; every other format has one per file.
-
-Time: linear in the shards of the ranks that differ, one look-up each. Memory: a few hundred bytes per distinct shard;
-for a page, the table of ranks by writers and a row per parameter.
+Time: one look-up per shard of the ranks that differ. Memory: a few hundred bytes per distinct shard; for a page, the
+table of ranks by writers and a row per parameter.
 """
 
 from __future__ import annotations
@@ -54,8 +52,8 @@ from paddleformers_fc.text import natural
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that a target model can have."""
 
-_MOST_RANKS = 1 << 16
-"""Bound on the ranks of a plan, which lists every one of them."""
+_MAX_RANKS = 1 << 16
+"""Maximum number of ranks in a plan, which lists every rank."""
 
 _RANK_FILE = re.compile(r"[^/]+/rank-0*(\d+)(-\d+)?\.safetensors")
 
@@ -64,11 +62,11 @@ class RankForecast(msgspec.Struct, frozen=True):
     """The forecast for one rank.
 
     Attributes:
-        rank: its number.
-        bytes: of the weights and states that it holds.
-        read: bytes it reads from storage.
-        items: read items of its plan.
-        peak: bytes of its tensors and of the scratch memory that its reads need at a time.
+        rank: the rank.
+        bytes: bytes of the weights and states that it holds.
+        read: bytes that it reads from storage.
+        items: number of read items in its plan.
+        peak: bytes of its tensors plus the scratch memory of its reads.
     """
 
     rank: int
@@ -79,12 +77,12 @@ class RankForecast(msgspec.Struct, frozen=True):
 
 
 class CastFacts(msgspec.Struct, frozen=True):
-    """A tensor whose numbers change their type on the way.
+    """A tensor that is cast.
 
     Attributes:
         name: its name in the model.
-        stored: element type in the checkpoint.
-        wanted: element type in the model.
+        stored: dtype in the checkpoint.
+        wanted: dtype in the model.
     """
 
     name: str
@@ -96,19 +94,19 @@ class GridPlan(msgspec.Struct, frozen=True):
     """The forecast of a load onto a grid, with the sums of all ranks.
 
     Attributes:
-        path: the directory as it was named.
+        path: the directory, as the user named it.
         to: the target grid.
         dtype: the target model's dtype.
         world_size: number of target ranks.
-        bytes: of the weights and states that all target ranks hold.
-        read: bytes that all of them read.
-        amplification: bytes read over bytes held.
-        peak: maximum bytes that a rank needs for its tensors and its scratch memory.
-        items: read items of all ranks.
+        bytes: bytes of the weights and states that all target ranks hold.
+        read: bytes that all target ranks read.
+        amplification: bytes read divided by bytes held.
+        peak: maximum over all ranks of the bytes of tensors and scratch memory.
+        items: number of read items of all ranks.
         fresh: tensors that keep their initial values.
         dropped: stored tensors that no rank reads.
-        cast: weights whose element type changes.
-        ranks: by rank.
+        cast: weights that are cast.
+        ranks: the forecast of each rank.
     """
 
     path: str
@@ -132,11 +130,11 @@ class ParameterFlow(msgspec.Struct, frozen=True):
     Attributes:
         name: its name in the model.
         shape: global shape.
-        dtype: of the weight; ``float32 -> bfloat16`` if it is cast.
-        bytes: that all ranks read for it and its states.
-        ranks: how many ranks hold a part of it.
-        shards: distinct shards of the weight.
-        writers: how many writers it is read from.
+        dtype: dtype of the weight; ``float32 -> bfloat16`` if it is cast.
+        bytes: bytes that all ranks read for it and its states.
+        ranks: number of ranks that hold a part of it.
+        shards: number of distinct shards of the weight.
+        writers: number of writers it is read from.
         states: the kinds of states that are read with it.
     """
 
@@ -151,12 +149,12 @@ class ParameterFlow(msgspec.Struct, frozen=True):
 
 
 class PlanFlows(msgspec.Struct, frozen=True):
-    """A plan, with the source and the reader of every range.
+    """A plan, with the bytes that each rank reads from each writer.
 
     Attributes:
         plan: the forecast of every rank.
-        writers: names of the sources: ranks of the run that saved, or files.
-        reads: for every rank the bytes that it reads, by index of the writer.
+        writers: names of the writers: ranks of the run that saved, or files.
+        reads: for every rank, the bytes that it reads by index of the writer.
         parameters: in natural order.
     """
 
@@ -167,7 +165,7 @@ class PlanFlows(msgspec.Struct, frozen=True):
 
 
 class _Cost(NamedTuple):
-    """Bytes held and read, read items, and the largest scratch memory of a read."""
+    """Bytes held and read, number of read items, and the largest scratch memory of a read."""
 
     held: int = 0
     read: int = 0
@@ -181,7 +179,7 @@ def _total(costs: Iterator[_Cost]) -> _Cost:
 
 
 class _Row(msgspec.Struct):
-    """A parameter while it is collected."""
+    """The figures of one parameter while they are collected."""
 
     shape: tuple[int, ...] = ()
     dtype: str = ""
@@ -196,11 +194,11 @@ class PlannedLoad:
     """A load of a checkpoint onto every rank of a simulated model.
 
     Args:
-        source: the stored tensors, and the mapping of their names to the model's.
-        model: the model over its grid.
-        report: the mismatches found before.
-        may_be_left: stored parameters that no rank need read.
-        optional: the names that open weights may have and a model lack; None for a flex checkpoint.
+        source: the stored tensors, and their mapping to the model.
+        model: the model on its grid.
+        report: the mismatches found so far.
+        may_stay_unread: stored parameters that no rank has to read.
+        optional: the names in open weights that a model may lack; None for a flex checkpoint.
     """
 
     def __init__(
@@ -208,11 +206,11 @@ class PlannedLoad:
         source: ReadSource,
         model: SimulatedModel,
         report: Report,
-        may_be_left: Collection[str] = (),
+        may_stay_unread: Collection[str] = (),
         optional: OptionalNames | None = None,
     ) -> None:
         self.source, self.model = source, model
-        self._report, self._may_be_left, self._optional = report, may_be_left, optional
+        self._report, self._may_be_left, self._optional = report, may_stay_unread, optional
         self._roles = source.catalog.roles
         states = self._roles.get(OPTIMIZER_STATE, {})
         optimizer = stored_optimizer({name: (one.dtype, one.shape) for name, one in states.items()})
@@ -231,14 +229,14 @@ class PlannedLoad:
         """Return the forecast of every rank.
 
         Raises:
-            MismatchError: stored and wanted do not fit, with the report of a load.
+            MismatchError: the checkpoint does not match the model, with the same report as a load.
         """
         grid, replicas = self.model.grid, dict[object, _Cost]()
         ranks: list[RankForecast] = []
         for rank in range(grid.world_size):
             place = structs.replace(grid.coordinates(rank), dp=0)
             if place not in replicas:
-                replicas[place] = _total(self._cost(role, shard) for role, shard in self._wanted(rank))
+                replicas[place] = _total(self._cost(role, shard) for role, shard in self._target_shards(rank))
             cost = replicas[place]
             peak = cost.held + DEFAULT_OPTIONS.threads * cost.scratch
             ranks.append(RankForecast(rank, cost.held, cost.read, cost.items, peak))
@@ -270,7 +268,7 @@ class PlannedLoad:
         sources: dict[tuple[object, ...], Counter[str]] = {}
         for rank in range(plan.world_size):
             reads.append(Counter())
-            for role, shard in self._wanted(rank):
+            for role, shard in self._target_shards(rank):
                 key = _key(role, shard)
                 if key not in sources:
                     sources[key] = self._sources(role, shard)
@@ -304,8 +302,8 @@ class PlannedLoad:
             found[writer] += cost_of(item, shard.dtype)[0]
         return found
 
-    def _wanted(self, rank: int) -> Iterator[tuple[str, Shard]]:
-        """Yield role and shard of the weights that one rank holds, and of the states that it keeps."""
+    def _target_shards(self, rank: int) -> Iterator[tuple[str, Shard]]:
+        """Yield role and shard of the weights and states that one rank holds."""
         if MODEL_STATE in self._roles:
             yield from ((MODEL_STATE, shard) for shard in self.model.weights(rank).values())
         for role, state in self.model.states(rank, self._states):
@@ -313,8 +311,8 @@ class PlannedLoad:
                 yield role, state
 
     def _has_average(self, parameter: str) -> bool:
-        """Return whether there is an average of a wanted parameter; there is none of frozen ones."""
-        made = self.source.mapping.made.get(self.source.wanted_aliases.get(parameter, parameter))
+        """Return whether a moving average of a parameter is stored; frozen parameters have none."""
+        made = self.source.mapping.made.get(self.source.target_aliases.get(parameter, parameter))
         return bool(self._averages) and made is not None and self._averages.issuperset(made.names)
 
     def _cost(self, role: str, shard: Shard) -> _Cost:
@@ -326,7 +324,7 @@ class PlannedLoad:
     def _planned(self, role: str, shard: Shard) -> _Cost:
         filling, held = self._planner.filling(role, shard), shard_bytes(shard)
         if filling is None:
-            # A shard that does not fit is in the report, and the report is an error.
+            # It may also be a mismatch, which the report raises later.
             self._fresh.add(shard.name)
             return _Cost(held)
         for tensor in filling.tensors:
@@ -342,7 +340,7 @@ class PlannedLoad:
         """Return the stored tensors that no rank reads.
 
         Raises:
-            MismatchError: a rank must read one of them, or the report has another line.
+            MismatchError: a rank should have read one of them, or the report has other lines.
         """
         touched, report = self._planner.touched, self._planner.report.merge([self._report])
         dropped = [name for role, names in self._roles.items() for name in names if name not in touched.get(role, ())]
@@ -360,23 +358,22 @@ class PlannedLoad:
 
 
 def _key(role: str, shard: Shard) -> tuple[object, ...]:
-    """Return what distinguishes the shards of one model."""
     return role, shard.name, shard.box.lo, shard.flat
 
 
 def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
-    """Return the bytes read from storage for one item, and those of its scratch memory, with default options.
+    """Return the bytes that one item reads from storage and its bytes of scratch memory, with default options.
 
     Args:
         item: the item.
-        dtype: element type of the wanted shard.
+        dtype: dtype of the target shard.
     """
     stored = item.stored
     size = stored.part.shape
     widths = dtype_size(stored.dtype), dtype_size(dtype)
-    wanted = row_major(item.shape, widths[1])
-    # A stored axis that no wanted axis reads has length one, and its stride means nothing.
-    targets = {axis: wanted[index] for index, axis in enumerate(item.axes)}
+    target_strides = row_major(item.shape, widths[1])
+    # A stored axis that no target axis reads has length one, so its stride does not matter.
+    targets = {axis: target_strides[index] for index, axis in enumerate(item.axes)}
     by_axis = tuple(targets.get(axis, 0) for axis in range(len(size)))
     if 0 in size:
         return 0, 0
@@ -384,7 +381,7 @@ def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
     is_run = stored.dtype == dtype and strides[-1] == widths[1]
     is_dense = sources == row_major(lengths, widths[0])
     is_direct = is_run and (len(lengths) == 1 or lengths[-1] * widths[1] >= (DENSE_RUN if is_dense else SHORT_RUN))
-    # An image of the file, and as much scratch memory.
+    # Scratch memory: an image of the file, and as much again for a transpose.
     return bytes_read(lengths, sources, widths[0]), 0 if is_direct else 2 * IMAGE_BYTES
 
 
@@ -399,13 +396,13 @@ def plan_load(
     Args:
         checkpoint: a flex checkpoint, or open weights with their ``config.json``.
         to: the grid, such as ``tp=2,pp=2``.
-        dtype: the target model's dtype; by default the stored one.
-        aoa_config: statements from stored names to the model's; a flex checkpoint alone takes them.
+        dtype: the target model's dtype; the stored dtype by default.
+        aoa_config: statements from stored names to the model's names; only for flex checkpoints.
     Raises:
-        OptionError: the grid or the dtype is invalid, or the model cannot have the grid.
-        NotACheckpoint: no model can be filled from a checkpoint of this format.
+        OptionError: the grid or the dtype is invalid, or the grid does not divide the model.
+        NotACheckpoint: checkpoints of this format cannot be loaded into a model.
         MappingError: the model has no family.
-        FlexError: the stored tensors do not fit the model of their configuration.
+        FlexError: the stored tensors do not match the model of their configuration.
     """
     grid, root, format = _parse_target(to, dtype), checkpoint.catalog.root, checkpoint.format
     if not format.loadable:
@@ -414,15 +411,15 @@ def plan_load(
         raise no_family(str(root))
     if format is not FLEX and not checkpoint.config:
         raise OptionError(
-            "The target's layout follows from the model's configuration, and there is none.",
+            "The target's layout follows from the model's configuration, which is missing.",
             where=str(root / CONFIG_NAME),
-            next_step="Put the model's config.json beside its weights.",
+            next_step="Put the model's config.json next to its weights.",
         )
     described = described_by_file(checkpoint.config) if format.canonical else checkpoint.known
     family, stored = family_for(described.config), checkpoint.catalog.roles[MODEL_STATE]
     if format.canonical and aoa_config is not None:
         raise OptionError(
-            "aoa_config applies to a resume, and open weights are read by the names of their family.",
+            "aoa_config applies only to a resume from a flex checkpoint, and this directory contains open weights.",
             where=str(root),
             next_step="Leave out --aoa-config (aoa_config=), or name a flex checkpoint.",
         )
@@ -444,7 +441,7 @@ def plan_load(
 
 
 def _parse_target(to: str, dtype: str | None) -> ParallelGrid:
-    """Return the grid of a plan.
+    """Check the dtype, and return the grid of a plan.
 
     Raises:
         OptionError: the grid is invalid, or the dtype unknown.
@@ -455,17 +452,17 @@ def _parse_target(to: str, dtype: str | None) -> ParallelGrid:
         )
     if dtype not in (None, *DTYPES):
         raise OptionError(
-            f"The dtype {dtype!r} is unknown.",
+            f"Unknown dtype {dtype!r}.",
             where="--dtype",
             evidence=[f"known: {', '.join(DTYPES)}"],
-            next_step="Give one of them.",
+            next_step="Choose one of these.",
         )
     grid = parse_grid(to)
-    if grid.world_size > _MOST_RANKS:
+    if grid.world_size > _MAX_RANKS:
         raise OptionError(
-            f"The grid {to!r} has {grid.world_size} ranks.",
+            f"The grid {to!r} has too many ranks: {grid.world_size}.",
             where="--to",
-            evidence=[f"a plan has at most {_MOST_RANKS} ranks"],
+            evidence=[f"a plan has at most {_MAX_RANKS} ranks"],
             next_step="Choose smaller degrees.",
         )
     return grid

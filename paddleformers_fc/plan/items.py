@@ -1,6 +1,6 @@
 """The data of a plan: every byte range that one rank reads, and its target.
 
-A large model has a hundred thousand items per rank, so items are structs and share equal boxes.
+A large model has a hundred thousand items per rank, so items are structs that share equal boxes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class StoredPart(msgspec.Struct, frozen=True, gc=False, array_like=True):
         begin: byte offset of the stored box's first element.
         shape: shape of the stored box, in elements.
         part: the region, in coordinates of the stored box.
-        dtype: element type by its numpy name.
+        dtype: numpy name of the dtype.
     """
 
     file: str
@@ -30,16 +30,16 @@ class StoredPart(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class ReadItem(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """One stored box that fills one box of one wanted shard.
+    """One stored box that fills one box of one target shard.
 
     Args:
-        role: role of the wanted shard.
-        name: full name of the wanted shard.
+        role: role of the target shard.
+        name: full name of the target shard.
         stored: the region to read.
-        start: index, in elements, of the wanted fragment in the shard's buffer.
-        shape: shape of the wanted fragment.
-        part: the region, in coordinates of the wanted fragment.
-        axes: for every axis of the wanted region the stored axis it reads, or -1 for a new axis of length one.
+        start: index of the target fragment's first element in the shard's buffer.
+        shape: shape of the target fragment.
+        part: the region, in coordinates of the target fragment.
+        axes: for every axis of the target region the stored axis it reads, or -1 for a new axis of length one.
     """
 
     role: str
@@ -52,7 +52,7 @@ class ReadItem(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class EqualCheck(msgspec.Struct, frozen=True, array_like=True):
-    """Two stored boxes that must be equal bit by bit: copies of a tied tensor, or of one number."""
+    """Two stored boxes that must be bitwise equal: copies of a tied tensor, or of one number."""
 
     name: str
     left: StoredPart
@@ -64,7 +64,7 @@ class LoadPlan(msgspec.Struct, frozen=True):
     """The plan of one rank.
 
     Args:
-        items: the reads, in the order of files and offsets.
+        items: the reads, ordered by file and offset.
         checks: stored boxes that must be equal before anything is loaded.
         touched: stored names that this rank reads, by role.
         report: the mismatches.
@@ -77,7 +77,7 @@ class LoadPlan(msgspec.Struct, frozen=True):
 
 
 def flat_start(shape: Shape, part: Box) -> int | None:
-    """Return the index of a box's first element in a row-major tensor; None if the box is not one run."""
+    """Return the index of a box's first element in a row-major tensor; None if the box is not contiguous."""
     if part.hi == shape and not any(part.lo):
         return 0
     start, inside = 0, False

@@ -1,7 +1,7 @@
-"""Report the differences between stored and wanted tensors.
+"""Report the mismatches between a checkpoint and a model.
 
-A report is a set of lines with their kinds. The reports of all ranks merge by union, so that every rank raises the same
-text. Indices are folded: ``layers.{0...31}``.
+A report is a set of lines, each with its kind. The reports of all ranks are merged by union, so that every rank raises
+the same error. Indices are folded: ``layers.{0...31}``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from paddleformers_fc.layout.roles import MASTER, SHARD_NUMBER_SUFFIXES, STATE_S
 from paddleformers_fc.text import count_text, fold, natural
 
 HEADINGS = {
-    "missing": "MISSING: wanted, and not stored",
-    "unexpected": "UNEXPECTED: stored, and wanted by no rank",
-    "shape": "SHAPE: stored and wanted differ",
-    "dtype": "DTYPE: stored and wanted differ, and no cast is declared",
+    "missing": "MISSING: in the model, but not stored",
+    "unexpected": "UNEXPECTED: stored, but read by no rank",
+    "shape": "SHAPE: stored and target shapes differ",
+    "dtype": "DTYPE: stored and target dtypes differ, and no cast is declared",
     "coverage": "COVERAGE: not every element is written exactly once",
     "unequal": "UNEQUAL: values that must be equal are not",
 }
@@ -27,7 +27,7 @@ HEADINGS = {
 
 CHECKPOINT, OPEN_WEIGHTS = "checkpoint", "open weights"
 """Names of the stored side in errors."""
-_OPEN_WEIGHTS_STEP = "Name the directory of this model's weights, or correct the config.json beside them."
+_OPEN_WEIGHTS_STEP = "Name the directory of this model's weights, or correct the config.json next to them."
 _EXPERTS_STEP = "Change the experts in the files as the first line says, or name a directory of published weights."
 _TRANSPOSED = re.compile(r"experts\.\w+: stored \[(\d+), (\d+), (\d+)\], wanted \[\1, \3, \2\]")
 _SINGLE, _STACKED = re.compile(r"\.experts\.\d+\.\w+\.weight$"), re.compile(r"needs .*\.experts\.(gate_up|down)_proj$")
@@ -38,10 +38,10 @@ _STATES_STEP = (
 )
 _CUTS_STEP = (
     "Resume with the tensor parallel degree of the run that saved it: the optimizer keeps one number per local tensor, "
-    "which is exact only while tensors are cut in the same way."
+    "which is exact only if tensors are sharded in the same way."
 )
 _STATE = re.compile(r"\.[A-Za-z_]\w*_0$")
-"""The suffixes of states, of any optimizer."""
+"""The suffix of a state, of any optimizer."""
 _DTYPE_STEP = (
     "Resume in the precision of the run that saved it: the same compute_type (or bf16, fp16), fp16_opt_level and "
     "amp_master_grad. Or set flex_allow_casts: true (allow_casts=True of load) to change between float32 and bfloat16."
@@ -49,7 +49,7 @@ _DTYPE_STEP = (
 
 
 class Report(msgspec.Struct):
-    """Lines, each with its kind, a key of :data:`HEADINGS`; empty if everything fits."""
+    """Lines with their kinds, keys of :data:`HEADINGS`; empty if the checkpoint matches the model."""
 
     lines: set[tuple[str, str]] = set()
 
@@ -66,7 +66,7 @@ class Report(msgspec.Struct):
         return Report(self.lines.union(*(report.lines for report in others)))
 
     def to_wire(self) -> list[tuple[str, str]]:
-        """Return the lines in an order that does not depend on the process: equal messages are sent once."""
+        """Return the lines sorted, because ranks send equal messages only once."""
         return sorted(self.lines)
 
     def evidence(self) -> list[str]:
@@ -83,11 +83,11 @@ class Report(msgspec.Struct):
 
         Args:
             where: the checkpoint.
-            why: explanations, which precede the lines.
+            why: explanations to print before the lines.
             stored: :data:`CHECKPOINT` or :data:`OPEN_WEIGHTS`.
 
         Raises:
-            MismatchError: unless the report is empty.
+            MismatchError: the report is not empty.
         """
         if not self.lines:
             return
@@ -104,7 +104,7 @@ class Report(msgspec.Struct):
         )
 
     def _experts(self) -> list[str]:
-        """Return what the experts of open weights are, if they are in a form that Transformers 5 saves."""
+        """Explain the mismatch if the experts of open weights are stored as Transformers 5 saves them."""
         if any(map(_TRANSPOSED.search, self.of("shape"))):
             return ["experts are stored [expert, out, in], as Transformers 5 saves them: exchange their last two axes"]
         if any(map(_SINGLE.search, self.of("unexpected"))) and any(map(_STACKED.search, self.of("missing"))):
@@ -112,7 +112,7 @@ class Report(msgspec.Struct):
         return []
 
     def _step(self) -> str:
-        """Return the next step: with another precision, master weights are missing or left over as well."""
+        """Return the next step. If the precision differs, master weights are missing or unexpected as well."""
         shapes = self.of("shape")
         if shapes and all(any(suffix in line for suffix in SHARD_NUMBER_SUFFIXES) for line in shapes):
             return _CUTS_STEP

@@ -1,11 +1,9 @@
 """Simulate the layout of a model without building it: the boxes of its tensors on each rank of a grid.
 
-The tensors follow from the declaration of the family and the configuration. The grid determines the stage, the
-tensor-parallel part and the experts of every rank, and sharding its part of the optimizer states. Tests compare the
-shards with those of live models and optimizers.
-
-This module is in ``plan`` because it needs families and layouts, which do not import each other. The arithmetic is in
-:mod:`paddleformers_fc.layout.grid` and ``partition``.
+The tensors follow from the declaration of the family and the configuration. The grid determines the pipeline stage,
+the tensor-parallel part, the experts and the optimizer states of every rank (:mod:`paddleformers_fc.layout.grid`).
+Tests compare the result with live models and optimizers. This module is in ``plan`` because it needs families and
+layouts, which do not import each other.
 
 Replicas hold the same weights, so shards are created once per (stage, tensor-parallel rank, expert rank), and
 partitions once per stage. The cost of a rank is linear in its shards.
@@ -55,7 +53,7 @@ from paddleformers_fc.text import fold
 Shards = dict[str, Shard]
 
 _SEGMENT_METHOD = "layer:DecoderLayer|EmptyLayer"
-"""The default of PaddleFormers' pipelines, and the only method with a fallback to ``uniform``."""
+"""The default of PaddleFormers' pipelines, and the only method that falls back to ``uniform``."""
 
 
 class SimulatedModel:
@@ -65,12 +63,12 @@ class SimulatedModel:
         family: the model's family.
         model: its description.
         grid: the ranks.
-        tensors: the model's tensors. Those of 16 bits have float32 master weights.
+        tensors: the model's tensors; 16-bit tensors have float32 master weights.
     Attributes:
-        rules: the rules of the whole model on this grid.
+        rules: the rules of the complete model on this grid.
     Raises:
         OptionError: the grid does not divide the model.
-        MappingError: the configuration lacks a key of a size.
+        MappingError: the configuration lacks a size.
     """
 
     def __init__(
@@ -99,17 +97,17 @@ class SimulatedModel:
 
     @property
     def tensors(self) -> Iterator[DeclaredTensor]:
-        """All tensors that some rank holds; a pipeline omits some tensors of a single rank."""
+        """All tensors that some rank holds; a pipeline omits some tensors that a single rank would hold."""
         return (tensor for tensors in self._on_stage for tensor in tensors)
 
     def weights(self, rank: int) -> Shards:
-        """Return the weights of one rank by name. Under sharding stage 3 they are slices."""
+        """Return the weights of one rank by name; slices of them under sharding stage 3."""
         place = self.grid.coordinates(rank)
         found = self._weights(place.pp, place.tp, place.ep)
         return dict(found) if self.grid.stage < 3 else _by_name(self._slices(found.values(), place))
 
     def owned(self, rank: int) -> Shards:
-        """Return the parts of parameters, by name, of which one rank has optimizer states."""
+        """Return by name the parts of parameters whose optimizer states one rank holds."""
         place = self.grid.coordinates(rank)
         dense, experts = self._trained(place.pp, place.tp, place.ep)
         if self.grid.sharding == 1:
@@ -123,7 +121,7 @@ class SimulatedModel:
         )
 
     def states(self, rank: int, optimizer: OptimizerDescriptor) -> Iterator[tuple[str, Shard]]:
-        """Yield role and shard of every state that one rank keeps."""
+        """Yield role and shard of every state that one rank holds."""
         for parameter in self.owned(rank).values():
             for state in optimizer.states:
                 name, dtype = parameter.name + state.suffix, state.dtype or parameter.dtype
@@ -137,7 +135,7 @@ class SimulatedModel:
                     yield state.role, msgspec.structs.replace(parameter, name=name, dtype=dtype)
 
     def roles(self, rank: int, optimizer: OptimizerDescriptor = OPTIMIZERS[0]) -> dict[str, Shards]:
-        """Return every shard of one rank as a live model and optimizer describe them: role -> full name -> shard."""
+        """Return every shard of one rank, as a live model and optimizer describe it: role -> full name -> shard."""
         roles: dict[str, Shards] = {MODEL_STATE: self.weights(rank)}
         for role, shard in self.states(rank, optimizer):
             roles.setdefault(role, {})[shard.name] = shard
@@ -147,9 +145,9 @@ class SimulatedModel:
         return _by_name(self._shard(one, tp, ep) for one in self._on_stage[pp] if self._holder(one) in (None, ep))
 
     def _make_trained(self, pp: int, tp: int, ep: int) -> tuple[tuple[Shard, ...], tuple[Shard, ...]]:
-        """Return the shards of trained parameters in the optimizer's order: dense ones, and those of experts.
+        """Return the shards of trained parameters in the optimizer's order, dense parameters and experts separately.
 
-        A tied pair in one stage is one parameter under the name that sorts first.
+        A tied pair in one stage is one parameter, under the name that sorts first.
         """
         weights = self._weights(pp, tp, ep)
         names = {owner: min(owner, alias) for alias, owner in self._ties.items() if {owner, alias} <= weights.keys()}
@@ -165,7 +163,7 @@ class SimulatedModel:
         return tuple(dense), tuple(experts)
 
     def _make_shares(self, pp: int) -> tuple[list[Share], list[Share]]:
-        """Return the shares of one stage, of dense parameters and of experts: tensor-parallel ranks have equal ones."""
+        """Return the shares of dense parameters and of experts in one stage, equal on its tensor-parallel ranks."""
         dense, experts = self._trained(pp, 0, 0)
         return self._divided(dense, self.grid.sharding), self._divided(experts, self.grid.moe_sharding)
 
@@ -186,10 +184,10 @@ class SimulatedModel:
                 yield msgspec.structs.replace(shard, flat=part)
 
     def _shard(self, tensor: DeclaredTensor, tp: int, ep: int) -> Shard:
-        """Return the shard of a rank that holds a part of a tensor."""
+        """Return a rank's shard of a tensor."""
         axis, index, degree = tensor.cut, tp, self.grid.tp
         if self.grid.ep > 1 and _is_expert(tensor):
-            # A group of experts spans the tensor-parallel ranks, which therefore do not cut experts.
+            # An expert group spans the tensor-parallel ranks, so experts are not cut by tensor parallelism.
             axis, index, degree = tensor.expert_axis, ep, self.grid.ep
         lo, hi = [0] * len(tensor.shape), list(tensor.shape)
         if axis is not None:
@@ -198,7 +196,7 @@ class SimulatedModel:
         return Shard(tensor.name, tensor.dtype, tensor.shape, Box(tuple(lo), tuple(hi)))
 
     def _holder(self, tensor: DeclaredTensor) -> int | None:
-        """Return the expert rank that holds a single expert, or None; every modality's are distributed over all."""
+        """Return the rank that holds a single expert, or None; each modality spreads its experts over all ranks."""
         if self.grid.ep == 1 or tensor.expert_axis is not None or "expert" not in tensor.numbers:
             return None
         number, (of_text, of_others) = tensor.numbers["expert"], self._experts
@@ -218,7 +216,7 @@ def declared_model(
         dtype: numpy name of the model's dtype.
     Raises:
         OptionError: the grid does not divide the model.
-        MappingError: the configuration lacks a key of a size.
+        MappingError: the configuration lacks a size.
     """
     return SimulatedModel(family, model, grid, enumerate_tensors(family, model, dtype))
 
@@ -232,21 +230,21 @@ def stored_model(
 ) -> SimulatedModel:
     """Place a saved model on another grid.
 
-    Its tensors are the saved ones. Those that no pipeline builds are added from the declaration.
+    Its tensors are the saved tensors, and those that no pipeline builds, which are added from the declaration.
 
     Args:
         family: the model's family.
         model: its description.
         grid: the ranks.
         specs: the saved tensors by name, with global shapes.
-        dtype: numpy name of the model's dtype; None for the saved one.
+        dtype: numpy name of the model's dtype; None for the saved dtype.
     Raises:
         OptionError: the grid does not divide the model.
         MappingError: the family does not declare a tensor.
     """
     found = recognised_tensors(family, model, specs)
     saved = model_dtype({tensor.dtype for tensor in found})
-    # A checkpoint of adapters contains what is trained, and not the model.
+    # A checkpoint of adapters contains only the trained tensors, not the model.
     declared = list(enumerate_tensors(family, model, dtype or saved)) if model.adapters is None else []
     blocks = [tensor for tensor in declared if tensor.stage is Stage.ABSENT and tensor.name not in specs]
     if dtype not in (None, saved):
@@ -257,7 +255,7 @@ def stored_model(
 def _shard_number(parameter: Shard, name: str, dtype: str) -> Shard:
     if parameter.flat is not None:
         raise OptionError(
-            f"{name} is one number of each shard of a tensor, and this grid divides tensors into ranges.",
+            f"{name} has one number per shard of a tensor, but this grid divides tensors into ranges.",
             next_step="Choose a grid without split=true and without stage=3, or another optimizer.",
         )
     part = parameter.box.shape
@@ -271,7 +269,7 @@ def _fitting_stages(
     """Return the pipeline stage that builds each tensor; None if no stage does.
 
     Raises:
-        OptionError: the grid does not divide the model; with all sizes and degrees that do not fit.
+        OptionError: the grid does not divide the model; lists all sizes and degrees that do not match.
     """
     sizes, faults = family_sizes(family, model), list[str]()
     stages: dict[str, int | None] = dict.fromkeys(tensors, 0)
@@ -310,9 +308,7 @@ def _fitting_stages(
 
 
 class _Pipeline:
-    """The items of a pipeline in order, distributed to several stages.
-
-    Prediction layers follow the last norm, and the head is last.
+    """The items of a pipeline in order, and their stages. Prediction layers follow the last norm; the head is last.
 
     Raises:
         ValueError: the stages do not divide the layers.
@@ -342,8 +338,8 @@ class _Pipeline:
 def _bounds(method: str, is_layer: list[bool], grid: ParallelGrid) -> list[int]:
     parts, counted = grid.pp * grid.vpp, sum(is_layer)
     if method.startswith("["):
-        stated = [int(bound) for bound in ast.literal_eval(method)]
-        bounds = [*stated, len(is_layer)] if len(stated) == parts else stated
+        listed = [int(bound) for bound in ast.literal_eval(method)]
+        bounds = [*listed, len(is_layer)] if len(listed) == parts else listed
         if len(bounds) != parts + 1 or bounds[0] or bounds[-1] != len(is_layer) or sorted(bounds) != bounds:
             raise ValueError(f"pp_seg_method={method} does not distribute {len(is_layer)} items to {parts} parts")
         return bounds

@@ -1,12 +1,12 @@
-"""Compose mappings from stored to wanted tensors: one function per task, all through the canonical space.
+"""Compose mappings from stored to target tensors: one function per task, all through the canonical space.
 
 ================================  ==========================================================================
 task                              mapping
 ================================  ==========================================================================
 resume under any layout           reverse(stored model -> canonical), then canonical -> live model
-resume with a user's statements   the statements for the tensors that they name, the mapping above for all others and
+resume with a user's statements   the statements for the tensors that they name; the mapping above for all others, and
                                   for the order inside fused tensors (:mod:`.statements`)
-start from open weights           canonical -> live model, with casts to the model's dtype declared
+start from open weights           canonical -> live model, with declared casts to the model's dtype
 export, digest, diff              reverse(stored model -> canonical)
 ================================  ==========================================================================
 """
@@ -50,24 +50,24 @@ def resume_source(
     Args:
         checkpoint: the stored checkpoint.
         live: the rules of the live model, or of one rank's part of it.
-        model: the description that ``live`` was bound with. Tensors of a stored model that is described alike are not
-            bound again if the live ones are the same.
+        model: the description that ``live`` was bound with. If the stored model has the same description and the same
+            tensors, its tensors are not bound again.
     Returns:
         the source, and a report of tensors whose shapes differ.
     Raises:
         MappingError: the rules of either side cannot be proved.
     """
-    stored = wanted = stored_mapping(checkpoint, live if model == checkpoint.known else None)
+    stored = target = stored_mapping(checkpoint, live if model == checkpoint.known else None)
     if live != checkpoint.rules:
-        wanted = live.mapping()
-        prove(wanted, "The model's mapping")
-    # A resume copies the tensors that have no canonical form on either side.
+        target = live.mapping()
+        prove(target, "The model's mapping")
+    # Tensors without a canonical form on both sides are copied by name.
     kept = frozenset(checkpoint.rules.fresh)
     own = [
         (name, checkpoint.rules.targets[name].shape, live.targets[name].shape) for name in live.fresh if name in kept
     ]
     copied = {name: TensorSources(identity(shape), (name,)) for name, before, shape in own if before == shape}
-    composed = stored.reversed().then(wanted)
+    composed = stored.reversed().then(target)
     source = ReadSource(
         checkpoint.catalog,
         structs.replace(composed, made={**composed.made, **copied}, fresh=composed.fresh - copied.keys()),
@@ -76,26 +76,26 @@ def resume_source(
         checkpoint.preferred,
         averaged=checkpoint.averaged,
     )
-    before, after = stored.sources, wanted.sources
+    before, after = stored.sources, target.sources
     return source, _shape_report(
         [*own, *((name, before[name].shape, after[name].shape) for name in after if name in before)]
     )
 
 
 def _shape_report(shapes: Iterable[tuple[str, Shape, Shape]]) -> Report:
-    """Return a report of tensors, with their stored and wanted shapes, that differ in shape."""
+    """Return a report of the tensors whose stored and target shapes differ."""
     report = Report()
-    for name, stored, wanted in shapes:
-        if stored != wanted:
-            report.add("shape", f"{name}: stored {list(stored)}, wanted {list(wanted)}")
+    for name, stored, target in shapes:
+        if stored != target:
+            report.add("shape", f"{name}: stored {list(stored)}, wanted {list(target)}")
     return report
 
 
 def stored_mapping(checkpoint: OpenedCheckpoint, bound: RuleSet | None = None) -> TensorMapping:
     """Return the mapping of a checkpoint, proved and compared with the declaration of its family.
 
-    The proof alone would accept a query that is read as a key of the same shape. The rules of an unknown family are
-    proved only.
+    The proof alone would accept a query that is read as a key of the same shape. The rules of an unknown family can
+    only be proved.
 
     Args:
         checkpoint: the stored checkpoint.
@@ -110,7 +110,7 @@ def stored_mapping(checkpoint: OpenedCheckpoint, bound: RuleSet | None = None) -
             f"{CONFIG_NAME} and {MAPPING_NAME} of {root} describe different models.",
             where=root,
             evidence=faults,
-            next_step="Use another checkpoint; one of the two files was changed after it was written.",
+            next_step="Use another checkpoint; one of these files was changed after it was written.",
         )
     return declared_mapping(checkpoint.known, checkpoint.rules, root, bound)
 
@@ -124,8 +124,8 @@ def declared_mapping(
         model: the stored description.
         rules: the stored rules.
         where: the checkpoint.
-        bound: rules that the family of this description declares for some tensors. If these are the stored ones, they
-            are not bound again.
+        bound: rules that the family declares for this description and some tensors. If these are the stored tensors,
+            they are not bound again.
     Raises:
         MappingError: the rules cannot be proved, or differ from the declaration.
     """
@@ -147,7 +147,7 @@ def declared_mapping(
 
 
 def stored_tensors(rules: RuleSet) -> list[ModelTensor]:
-    """Return the tensors of a stored model, cut as on the ranks that saved them."""
+    """Return the tensors of a stored model, with the tensor-parallel cuts of the run that saved them."""
     return [
         ModelTensor(name, spec.shape, spec.dtype, rules.cuts.get(name, (1,) * len(spec.shape)))
         for name, spec in rules.targets.items()
@@ -165,8 +165,8 @@ def huggingface_source(
     Args:
         catalog: the stored tensors in canonical names.
         live: the rules of the live model, or of one rank's part of it.
-        optional: canonical names that a file may lack; targets of an absent group keep their initial values.
-        aliases: canonical alias -> canonical owner; by default those of the model.
+        optional: canonical names that may be missing; targets of a missing group keep their initial values.
+        aliases: canonical alias -> canonical owner; the model's aliases by default.
     Returns:
         the source, and a report of tensors whose shapes differ.
     Raises:
@@ -182,15 +182,15 @@ def huggingface_source(
     kept = {name for rule in rules for name in rule.targets}
     fresh = tuple(name for rule in present.rules for name in rule.targets if name not in kept)
     bound = RuleSet(present.targets, rules, present.ties, present.fresh + fresh)
-    wanted = bound.mapping(dtypes)
-    prove(wanted, "The model's mapping")
-    specs = wanted.sources
+    mapping = bound.mapping(dtypes)
+    prove(mapping, "The model's mapping")
+    specs = mapping.sources
     report = _shape_report((name, one.shape, specs[name].shape) for name, one in weights.items() if name in specs)
-    return ReadSource(catalog, wanted, live.aliases if aliases is None else aliases, live.aliases), report
+    return ReadSource(catalog, mapping, live.aliases if aliases is None else aliases, live.aliases), report
 
 
 def model_source(checkpoint: OpenedCheckpoint, rules: RuleSet) -> tuple[ReadSource, Report]:
-    """Return the source from opened open weights or adapters to a model whose dtypes are the stored ones.
+    """Return the source from opened open weights or adapters to a model with the stored dtypes.
 
     Raises:
         MappingError: the rules of the model cannot be proved.
@@ -200,7 +200,7 @@ def model_source(checkpoint: OpenedCheckpoint, rules: RuleSet) -> tuple[ReadSour
 
 
 def _without_absent(rules: tuple[Rule, ...], stored: Collection[str], optional: OptionalNames) -> tuple[Rule, ...]:
-    """Return the rules with a source that is stored or not optional."""
+    """Drop the rules whose sources are all optional and missing."""
     present = {optional.group(name) for name in stored} | {None}
     return tuple(rule for rule in rules if any(optional.group(name) in present for name in rule.sources))
 
@@ -224,11 +224,11 @@ def canonical_source(checkpoint: OpenedCheckpoint) -> ReadSource:
 
 
 def canonical_layout(source: ReadSource) -> dict[str, dict[str, Shard]]:
-    """Return every canonical tensor of a checkpoint as a whole shard: role -> name -> shard.
+    """Return every canonical tensor of a checkpoint as one shard: role -> name -> shard.
 
-    Optimizer states have the name of their canonical parameter with their suffix.
+    The name of an optimizer state is the name of its canonical parameter with its suffix.
     """
-    wanted: dict[str, dict[str, Shard]] = {}
+    layout: dict[str, dict[str, Shard]] = {}
     owners, readers, targets = source.stored_aliases, source.mapping.readers, source.mapping.targets
     boxes: dict[Shape, Box] = {}
     for role, tensors in source.catalog.roles.items():
@@ -241,12 +241,12 @@ def canonical_layout(source: ReadSource) -> dict[str, dict[str, Shard]]:
                 box = boxes.get(shape)
                 if box is None:
                     box = boxes[shape] = whole(shape)
-                wanted.setdefault(role, {})[name] = Shard(name, tensor.dtype, shape, box)
-    return wanted
+                layout.setdefault(role, {})[name] = Shard(name, tensor.dtype, shape, box)
+    return layout
 
 
 def canonical_names(source: ReadSource, role: str, name: str) -> list[str]:
-    """Return the names of the canonical tensors that read a stored one."""
+    """Return the names of the canonical tensors that are read from a stored tensor."""
     state = split_state_name(role, name)
     parameter = source.stored_aliases.get(state.parameter, state.parameter)
     return [target + state.suffix for target in source.mapping.readers.get(parameter, ())]

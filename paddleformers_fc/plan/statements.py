@@ -1,12 +1,12 @@
-"""Resume with the statements of a user (``aoa_config``): they map the tensors that they name, the rest is derived.
+"""Resume with a user's statements (``aoa_config``), which map the tensors that they name; the rest is derived.
 
-A fused tensor has the same name and shape under every tensor-parallel degree, but its parts are in another order.
-Statements are therefore evaluated twice: on the tensors as stored, and on the tensors as one rank would hold them. If
-both results agree, they are used. If not, a statement that takes all parts of a fused tensor interleaves them again,
-and other statements are refused. A statement is also refused if a layer would contain parts of another layer that it
-is fused with. The merged mapping is proved like every mapping.
+A fused tensor has the same name and shape under every tensor-parallel degree, but the order of its parts differs.
+Statements are therefore evaluated twice: on the stored tensors, and on tensors as one rank would hold them. If both
+results agree, they are used. If not, a statement that uses all parts of a fused tensor interleaves them again, and any
+other statement is rejected. So is a statement by which a layer would contain parts of another layer that it is fused
+with. The merged mapping is proved like every other mapping.
 
-Time: two evaluations, and compositions by templates, once per plan. Memory: the mappings of both models.
+Time: two evaluations, and compositions of templates, once per plan. Memory: the mappings of both models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paddleformers_fc.plan.sources import resume_source
 from paddleformers_fc.text import fold
 
 _DTYPES = frozenset({"dtype", "src_dtype", "dst_dtype"})
-"""Attributes of statements that cast."""
+"""Statement attributes that cast."""
 
 
 def statements_source(
@@ -39,24 +39,24 @@ def statements_source(
     tensors: Mapping[str, AoaTensor],
     may_cast: bool = False,
 ) -> tuple[ReadSource, Report]:
-    """Return the source from a flex checkpoint to a live model, with the statements of a user.
+    """Return the source from a flex checkpoint to a live model, with a user's statements.
 
-    Tensors that no statement names come from the derived mapping. Equal names do not suffice: a fused tensor under
-    another degree has another layout, and another class or other empty layers give a tensor another name.
+    Tensors that no statement names use the derived mapping. Equal names do not suffice: the layout of a fused tensor
+    depends on the degree, and a different class or different empty layers rename tensors.
 
     Args:
         checkpoint: the stored checkpoint.
         model: the description of the live model.
         aoa_config: statements from stored names to names of the model.
         tensors: all tensors of the live model on all ranks; the proof covers all of them.
-        may_cast: whether the precision may differ. Statements without casts of their own then apply to tensors of any
-            precision, and the plan casts.
+        may_cast: whether the precision may differ. If so, statements without casts apply to tensors of any precision,
+            and the plan casts.
     Returns:
-        the source, and a report of shapes that differ among tensors that no statement names.
+        the source, and a report of tensors that no statement names and whose shapes differ.
     Raises:
         MappingError: a statement is invalid, or the merged mapping cannot be proved.
     """
-    live = _bound(model, tensors)
+    live = _model_rules(model, tensors)
     derived, report = resume_source(checkpoint, live)
     rules = checkpoint.rules
     stored = {
@@ -67,49 +67,51 @@ def statements_source(
     program = read_config(aoa_config)
     if may_cast and not any(_DTYPES & statement.attributes.keys() for statement in program.statements):
         stored, tensors = _in_one_precision(stored), _in_one_precision(tensors)
-    stated = _evaluated(program, stored, tensors, live, derived.wanted_aliases)
-    left_to_names = {name: made for name, made in derived.mapping.made.items() if _is_left(stated, name, made)}
-    explicit = {name: made for name, made in stated.made.items() if name not in left_to_names}
-    # The order of the parts is unknown for stated rules. Its source must come from the statements themselves.
+    evaluated = _evaluate(program, stored, tensors, live, derived.target_aliases)
+    unmentioned = {name: made for name, made in derived.mapping.made.items() if _is_unmentioned(evaluated, name, made)}
+    explicit = {name: made for name, made in evaluated.made.items() if name not in unmentioned}
+    # With user-mapped rules the order of the parts is unknown, and must come from the statements themselves.
     if explicit and model.rules is None:
-        on_one_rank = _evaluated(program, _uncut(stored), _uncut(tensors), live, derived.wanted_aliases)
-        before, after = _interleavings(rules, _alone(checkpoint)), _interleavings(live, _bound(model, _uncut(tensors)))
+        whole = _all_uncut(tensors)
+        on_one_rank = _evaluate(program, _all_uncut(stored), whole, live, derived.target_aliases)
+        before = _interleavings(rules, _on_one_rank(checkpoint))
+        after = _interleavings(live, _model_rules(model, whole))
         explicit = _reinterleave(explicit, before.reversed().then(on_one_rank).then(after), on_one_rank, (rules, live))
-    merged = structs.replace(stated, made={**explicit, **left_to_names})
+    merged = structs.replace(evaluated, made={**explicit, **unmentioned})
     prove(merged, "The mapping of aoa_config")
     _check_parts_of_one_layer(structs.replace(merged, made=explicit), rules, live)
     canonical = live.mapping().made
-    read = {source for name in left_to_names if name in canonical for source in canonical[name].names}
+    read = {source for name in unmentioned if name in canonical for source in canonical[name].names}
     kept = Report({(kind, line) for kind, line in report.lines if line.partition(":")[0] in read})
     return structs.replace(derived, mapping=merged), kept
 
 
-def _bound(model: ModelDescription, tensors: Mapping[str, AoaTensor]) -> RuleSet:
+def _model_rules(model: ModelDescription, tensors: Mapping[str, AoaTensor]) -> RuleSet:
     """Return the rules of a model on all ranks."""
     model_tensors = (ModelTensor(name, one.shape, one.dtype, one.cuts) for name, one in tensors.items())
     return bind_model(model, list(model_tensors))
 
 
-def _alone(checkpoint: OpenedCheckpoint) -> RuleSet:
-    """Return the rules of a checkpoint's model on one rank; the stored ones if its family is unknown."""
+def _on_one_rank(checkpoint: OpenedCheckpoint) -> RuleSet:
+    """Return the rules of a checkpoint's model on one rank; the stored rules if its family is unknown."""
     rules, model = checkpoint.rules, checkpoint.known
     if not is_known(model.config):
         return rules
-    return _bound(model, {name: uncut(spec.shape, spec.dtype) for name, spec in rules.targets.items()})
+    return _model_rules(model, {name: uncut(spec.shape, spec.dtype) for name, spec in rules.targets.items()})
 
 
 def _in_one_precision(tensors: Mapping[str, AoaTensor]) -> dict[str, AoaTensor]:
-    """Return the same tensors, with one dtype for all dtypes between which a plan casts."""
+    """Return the same tensors, with one dtype in place of all dtypes between which a plan casts."""
     one = min(CAST)
     return {name: replace(tensor, dtype=one) if tensor.dtype in CAST else tensor for name, tensor in tensors.items()}
 
 
-def _uncut(tensors: Mapping[str, AoaTensor]) -> dict[str, AoaTensor]:
+def _all_uncut(tensors: Mapping[str, AoaTensor]) -> dict[str, AoaTensor]:
     """Return the same tensors on one rank."""
     return {name: uncut(one.shape, one.dtype) for name, one in tensors.items()}
 
 
-def _evaluated(
+def _evaluate(
     program: Program,
     stored: Mapping[str, AoaTensor],
     model: Mapping[str, AoaTensor],
@@ -118,26 +120,26 @@ def _evaluated(
 ) -> TensorMapping:
     if not program.reverse:
         return evaluate(program, stored, model, live.ties)
-    # The model is on the left, where an alias would be an unread source.
+    # The model is on the left, where an alias would be a source that nothing reads.
     return evaluate(program, stored, {name: one for name, one in model.items() if name not in aliases})
 
 
-def _is_left(stated: TensorMapping, name: str, derived: TensorSources) -> bool:
+def _is_unmentioned(evaluated: TensorMapping, name: str, derived: TensorSources) -> bool:
     """Return whether no statement names a target or the sources that it is derived from."""
-    made = stated.made.get(name)
+    made = evaluated.made.get(name)
     if made is None:
-        return name not in stated.fresh and stated.dropped.isdisjoint(derived.names)
-    # The language maps names without statements to their namesakes, unchanged.
-    return made.names == (name,) and made.template.links == identity(stated.targets[name].shape).links
+        return name not in evaluated.fresh and evaluated.dropped.isdisjoint(derived.names)
+    # The language maps names without statements to the same names, unchanged.
+    return made.names == (name,) and made.template.links == identity(evaluated.targets[name].shape).links
 
 
 def _interleavings(rules: RuleSet, alone: RuleSet) -> TensorMapping:
     """Map every tensor of a model on one rank to the tensor of its name on all ranks."""
     made = alone.mapping().reversed().then(rules.mapping()).made
-    whole_ones = {
+    identities = {
         name: TensorSources(identity(spec.shape), (name,)) for name, spec in rules.targets.items() if name not in made
     }
-    return TensorMapping(rules.targets, rules.targets, {**whole_ones, **made})
+    return TensorMapping(rules.targets, rules.targets, {**identities, **made})
 
 
 def _reinterleave(
@@ -162,7 +164,7 @@ def _reinterleave(
     for name, made in back.then(
         structs.replace(intended, made={name: intended.made[name] for name in explicit})
     ).made.items():
-        if _is_itself(made, name):
+        if _is_unchanged(made, name):
             continue
         found[name] = intended.made[name]
         if not _takes_all_parts(on_one_rank, name, before, after):
@@ -181,7 +183,7 @@ def _reinterleave(
 
 
 def _check_parts_of_one_layer(explicit: TensorMapping, stored: RuleSet, live: RuleSet) -> None:
-    """Refuse statements by which a layer would contain parts of another layer that it is fused with.
+    """Check that no layer would contain parts of another layer that it is fused with.
 
     Raises:
         MappingError: with the layers and their sources.
@@ -213,15 +215,14 @@ def _layer_of(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def _is_itself(made: TensorSources, name: str) -> bool:
-    """Return whether a tensor equals the tensor of that name, element by element."""
+def _is_unchanged(made: TensorSources, name: str) -> bool:
     return made.names == (name,) and made.template.keeps_positions
 
 
 def _takes_all_parts(
     on_one_rank: TensorMapping, name: str, before: Mapping[str, Rule], after: Mapping[str, Rule]
 ) -> bool:
-    """Return whether all sources of a fused tensor have its parts, and none is cut along their axis."""
+    """Return whether all sources of a fused tensor have its parts, and none is sliced along their axis."""
     made, now, target = on_one_rank.made[name], after.get(name), on_one_rank.targets[name].shape
     for link in made.template.links:
         source = made.names[link.source]
@@ -237,5 +238,5 @@ def _takes_all_parts(
 
 
 def _fused(rules: RuleSet) -> dict[str, Rule]:
-    """Return the rules of the fused tensors of a model. Layers that are stacked in one tensor are fused alike."""
+    """Return the rules of the fused tensors of a model, which include layers that are stacked in one tensor."""
     return {rule.targets[0]: rule for rule in rules.rules if len(rule.targets) == 1 and len(rule.lengths) > 1}

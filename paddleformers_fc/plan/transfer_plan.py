@@ -1,11 +1,10 @@
-"""Plan transfers of ranges that a rank cannot read, or that several ranks request: each is read once and sent.
+"""Plan transfers of ranges that a rank cannot read, or that several ranks request: one rank reads and sends them.
 
-Ranks exchange their requested ranges if some files are visible to some ranks only. Replicas have equal plans, and
-exchange nothing to share their reads. All derive the same **transfers**: a range, the rank that reads it, and the ranks
-that receive it. Overlapping ranges that are not equal are separate transfers.
-
-Transfers are cut into pieces, and pieces are assigned to **rounds**, in which no rank sends or receives more than a
-bound. All ranks enter every round, also those that neither send nor receive in it.
+If some files are visible only to some ranks, the ranks exchange the ranges that they request. Replicas have equal
+plans, so they need not exchange anything. All ranks derive the same **transfers**: a range, the rank that reads it, and
+the ranks that receive it. Ranges that overlap without being equal are separate transfers. Transfers are cut into
+pieces, and the pieces are assigned to **rounds** with a bound on the bytes that a rank sends and receives. All ranks
+take part in every round, even if they neither send nor receive.
 
 Time: linear in the requested ranges of all ranks, and in the pieces. Memory: the requested ranges of all ranks during
 planning, then the pieces that this rank reads or receives.
@@ -25,13 +24,13 @@ from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.dtypes import dtype_size
 
 VisibleTo = Mapping[str, Sequence[int]]
-"""The ranks with access to a file, in rising order, for every file that is not visible to all ranks."""
+"""For every file that is not visible to all ranks, the ranks with access to it, in ascending order."""
 
 ROUND_BYTES = 64 << 20
 """Maximum bytes that a rank sends, and receives, in one round."""
 
 TURN_BYTES = 32 << 20
-"""Maximum bytes that one of several replicas reads at a time, to send them in some rounds."""
+"""Maximum bytes that one of several replicas reads at a time and sends in several rounds."""
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -40,7 +39,7 @@ class Transfer(msgspec.Struct, frozen=True):
     Args:
         part: the range.
         owner: the rank that reads it.
-        receivers: the ranks that request it, in rising order; they can include the owner.
+        receivers: the ranks that request it, in ascending order; may include the owner.
     """
 
     part: StoredPart
@@ -71,19 +70,19 @@ class TransferPiece(msgspec.Struct, frozen=True):
 
 
 class TransferSchedule(msgspec.Struct, frozen=True):
-    """The part of one rank in the rounds of all ranks.
+    """One rank's part in the rounds.
 
     Args:
-        rounds: for every round the pieces that this rank reads or receives, in an order that is equal on all ranks
-            that send or receive any of them. Ranks that exchange nothing with each other may have another number.
-        turn: so many successive rounds have pieces that a rank reads together.
+        rounds: for every round the pieces that this rank reads or receives, in the same order on all ranks that send
+            or receive any of them. Ranks that exchange nothing with each other may have different numbers of rounds.
+        turn: number of successive rounds whose pieces a rank reads together.
     """
 
     rounds: tuple[tuple[TransferPiece, ...], ...] = ()
     turn: int = 1
 
     def round(self, number: int) -> tuple[TransferPiece, ...]:
-        """Return the pieces of a round; none behind the last one."""
+        """Return the pieces of a round; none after the last round."""
         return self.rounds[number] if number < len(self.rounds) else ()
 
     def read_by(self, rank: int) -> list[list[TransferPiece]]:
@@ -92,7 +91,7 @@ class TransferSchedule(msgspec.Struct, frozen=True):
         return [[piece for piece in pieces if piece.move.owner == rank] for pieces in turns]
 
     def parts(self, rank: int) -> set[StoredPart]:
-        """Return the ranges that the rank of this schedule receives, from itself as well."""
+        """Return the ranges that the rank of this schedule receives, including from itself."""
         return {piece.move.part for pieces in self.rounds for piece in pieces if rank in piece.move.receivers}
 
 
@@ -106,41 +105,41 @@ def size_of(part: StoredPart) -> int:
 
 
 def assign_transfers(requests: Sequence[Sequence[StoredPart]], visible_to: VisibleTo) -> list[Transfer]:
-    """Assign ranges to ranks that read them, so that all ranks read the same number of bytes.
+    """Assign ranges to the ranks that read them, so that all ranks read about the same number of bytes.
 
-    A range that one rank requests and can read is not a transfer. Ranks that request a range take precedence over
-    others with access to its file.
+    A range that only one rank requests, and that it can read, is not a transfer. Ranks that request a range take
+    precedence over other ranks with access to its file.
 
     Args:
-        requests: the requested ranges of every rank in order.
+        requests: the requested ranges of every rank, in order.
         visible_to: see :data:`VisibleTo`.
     Returns:
         the transfers, in the order of the requested ranges.
     Raises:
         StorageError: a requested file is visible to no rank.
     """
-    wanted: dict[StoredPart, list[int]] = {}
+    requesters: dict[StoredPart, list[int]] = {}
     first: dict[StoredPart, int] = {}
     for rank, parts in enumerate(requests):
         for position, part in enumerate(dict.fromkeys(parts)):
-            wanted.setdefault(part, []).append(rank)
+            requesters.setdefault(part, []).append(rank)
             first[part] = min(position, first.get(part, position))
-    candidates = {part: _possible_readers(part.file, ranks, visible_to) for part, ranks in wanted.items()}
-    shared = [part for part, ranks in wanted.items() if not (len(ranks) == 1 and ranks == list(candidates[part]))]
+    candidates = {part: _possible_readers(part.file, ranks, visible_to) for part, ranks in requesters.items()}
+    shared = [part for part, ranks in requesters.items() if not (len(ranks) == 1 and ranks == list(candidates[part]))]
     owners = _owners({part: candidates[part] for part in shared}, len(requests))
     shared.sort(key=lambda part: (first[part], part.file, part.begin, part.part.lo, part.part.hi))
-    return [Transfer(part, owners[part], tuple(wanted[part])) for part in shared]
+    return [Transfer(part, owners[part], tuple(requesters[part])) for part in shared]
 
 
 def share_rounds(parts: Sequence[StoredPart], ranks: Sequence[int], limit: int = ROUND_BYTES) -> TransferSchedule:
-    """Return the rounds in which ranks that want the same ranges read a share each, and send it to the others.
+    """Return the rounds in which ranks that request the same ranges each read a share and send it to the others.
 
-    The ranges are divided in turn among the ranks. In a turn each rank reads at most :data:`TURN_BYTES` at once, so
-    that few checksum blocks are read by two ranks, and sends equal parts of them in several rounds.
+    The ranks take turns. In its turn a rank reads at most :data:`TURN_BYTES` at once, so that few checksum blocks are
+    read by two ranks, and sends them in equal parts in several rounds.
 
     Args:
-        parts: the ranges, distinct and in the order in which they are wanted.
-        ranks: the ranks, in rising order.
+        parts: the distinct ranges, in the order in which they are needed.
+        ranks: the ranks, in ascending order.
         limit: maximum bytes that a rank sends and receives in a round; at least one element per receiver is sent.
     """
     receivers = tuple(ranks)
@@ -166,7 +165,7 @@ def share_rounds(parts: Sequence[StoredPart], ranks: Sequence[int], limit: int =
 
 
 def schedule_rounds(moves: Sequence[Transfer], rank: int, limit: int = ROUND_BYTES) -> TransferSchedule:
-    """Return the part of one rank in the rounds of the transfers.
+    """Return one rank's part in the rounds of the transfers.
 
     Args:
         moves: the transfers of :func:`assign_transfers`, equal on all ranks.
@@ -182,7 +181,7 @@ def schedule_rounds(moves: Sequence[Transfer], rank: int, limit: int = ROUND_BYT
         width = dtype_size(move.part.dtype)
         for box in boxes_within(move.part.part, max(1, limit // max(1, len(others)) // width)):
             size = box.volume * width
-            # A piece for the owner alone is not sent, but needs the same memory.
+            # A piece that only the owner requests is not sent, but needs the same memory.
             leaving = size * max(1, len(others))
             number = max([sent.earliest(move.owner, leaving), *(received.earliest(other, size) for other in others)])
             sent.take(move.owner, number, leaving)
@@ -195,7 +194,7 @@ def schedule_rounds(moves: Sequence[Transfer], rank: int, limit: int = ROUND_BYT
 
 
 def readers(parts: Iterable[StoredPart], visible_to: VisibleTo, ranks: int) -> dict[StoredPart, int]:
-    """Assign every distinct range to a rank with access to it, so that all ranks read the same number of bytes.
+    """Assign every distinct range to a rank with access to it, so that all ranks read about the same number of bytes.
 
     Args:
         parts: the ranges.
@@ -221,33 +220,33 @@ def boxes_within(box: Box, most: int) -> Iterator[Box]:
         yield from boxes_within(Box(tuple(lo), tuple(hi)), most)
 
 
-def _possible_readers(file: str, wanting: Sequence[int], visible_to: VisibleTo) -> Sequence[int]:
-    """Return the ranks that may read a file for those that request it."""
-    seeing = visible_to.get(file)
-    if seeing is None:
-        return wanting
-    if not seeing:
+def _possible_readers(file: str, requesters: Sequence[int], visible_to: VisibleTo) -> Sequence[int]:
+    """Return the ranks that may read a file for the ranks that request it."""
+    visible = visible_to.get(file)
+    if visible is None:
+        return requesters
+    if not visible:
         raise StorageError(
-            f"{file} is requested, and is visible to no rank.",
+            f"{file} is visible to no rank.",
             where=file,
             next_step="Copy the missing part of the checkpoint to a disk of the job, or use another checkpoint.",
         )
-    return [rank for rank in wanting if rank in seeing] or seeing
+    return [rank for rank in requesters if rank in visible] or visible
 
 
 class _Load(msgspec.Struct):
-    """The load of rounds in one direction: the last round of every rank, and its bytes in it."""
+    """The load of rounds in one direction: for every rank its last round, and its bytes in that round."""
 
     limit: int
     _last: dict[int, tuple[int, int]] = {}
 
     def earliest(self, rank: int, size: int) -> int:
-        """Return the first round with free capacity, not before the rank's last one."""
+        """Return the first round with free capacity, starting at the rank's last round."""
         number, used = self._last.get(rank, (0, 0))
         return number if used == 0 or used + size <= self.limit else number + 1
 
     def take(self, rank: int, number: int, size: int) -> None:
-        """Add bytes to the round of :meth:`earliest`, or a later one."""
+        """Add bytes to the round of :meth:`earliest`, or to a later round."""
         last, used = self._last.get(rank, (0, 0))
         self._last[rank] = (number, size + (used if last == number else 0))
 

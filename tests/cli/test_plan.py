@@ -92,7 +92,7 @@ def test_without_a_configuration_there_is_no_plan(weights: Path) -> None:
     (weights / "flex_checksums.json").unlink()
     outcome = run("plan", weights, "--to", "tp=2")
     assert outcome.code == 2
-    assert "Put the model's config.json beside its weights." in outcome.err
+    assert "Put the model's config.json next to its weights." in outcome.err
 
 
 def test_a_plan_follows_the_statements_of_a_training(stored: Path, tmp_path: Path) -> None:

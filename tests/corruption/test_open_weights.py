@@ -329,8 +329,8 @@ def test_g20_weights_that_do_not_fit_stop_every_way_in(model: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("stage", "changed", "message"),
     [
-        ("SFT", {"intermediate_size": 96}, "SHAPE: stored and wanted differ (12)"),
-        ("DPO", {"intermediate_size": 96}, "SHAPE: stored and wanted differ (12)"),
+        ("SFT", {"intermediate_size": 96}, "SHAPE: stored and target shapes differ (12)"),
+        ("DPO", {"intermediate_size": 96}, "SHAPE: stored and target shapes differ (12)"),
         ("VL-SFT", {}, "visual.patch_embed.proj.weight"),
     ],
 )

@@ -7,7 +7,7 @@ import tracemalloc
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.plan.block_owners import MOST_SHARING, BlockReads, RecordedBlocks
+from paddleformers_fc.plan.block_owners import MAX_SHARING_RANKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.checksum import FileChecksum
 from tests.harness.sampling import thorough
@@ -96,10 +96,10 @@ def test_ranks_that_may_read_other_bytes_compare_what_they_read_themselves() -> 
 
 
 def test_more_ranks_than_share_compare_every_block_in_each_of_their_groups() -> None:
-    blocks, ranks = recorded({"a": 130}), MOST_SHARING + 36
+    blocks, ranks = recorded({"a": 130}), MAX_SHARING_RANKS + 36
     everyone = [blocks.reads([run("a", 0, blocks.files["a"].size)], "one") for _ in range(ranks)]
     found = owners(blocks, everyone)
-    for group in (found[:MOST_SHARING], found[MOST_SHARING:]):
+    for group in (found[:MAX_SHARING_RANKS], found[MAX_SHARING_RANKS:]):
         assert set().union(*group) == {("a", number) for number in range(130)}
         assert sum(map(len, group)) == 130
 

@@ -137,7 +137,7 @@ def test_a_script_loads_in_another_precision_on_request(layout: MatrixLayout, tm
     full, other = made(layout)
     with pytest.raises(MismatchError) as refused:
         paddleformers_fc.load(first, full, other)
-    assert "DTYPE: stored and wanted differ" in refused.value.render()
+    assert "DTYPE: stored and target dtypes differ" in refused.value.render()
     report = paddleformers_fc.load(first, full, other, allow_casts=True)
     weights = {name: one.local_tensor.numpy().tobytes() for name, one in full.sharded_state_dict().items()}
     assert weights == expected

@@ -197,7 +197,7 @@ def refuse(llama: Path, ernie: Path, repository: Path, output_dir: Path) -> None
     heads = load(config={"num_attention_heads": 8, "num_key_value_heads": 4})
     assert heads.startswith("MismatchError: The open weights and the model do not fit: 2 differences.")
     assert "num_attention_heads: stored 4, wanted 8" in heads
-    assert "or correct the config.json beside them" in heads
+    assert "or correct the config.json next to them" in heads
     family = load(ernie, config={})
     assert family.startswith("MismatchError: The open weights and the model do not fit: 1 difference.")
     assert "model_type: stored ernie4_5, expected llama" in family
