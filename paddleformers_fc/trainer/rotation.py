@@ -1,17 +1,15 @@
-"""Delete old checkpoints beyond ``save_total_limit``, but for those of every N-th step under ``flex_keep_every: N``.
+"""Delete checkpoints over ``save_total_limit``, except steps that ``flex_keep_every`` keeps.
 
-The limit counts and deletes finished flex checkpoints only, never files of other programs or formats. The newest whole
-checkpoint and the best one are never deleted. A checkpoint with diverged copies of tied tensors is not whole: it does
-not count towards the limit, and is deleted before whole ones.
+Only finished flex checkpoints are counted and deleted, never other files or formats. The newest complete checkpoint and
+the best one always stay. A checkpoint with diverged copies of tied tensors is not complete: it does not count, and is
+deleted first.
 
-The checkpoint that was just saved is whole by the record of its save, which computes sizes and checksums while it
-writes and fails if a write or sync fails; its files are not looked at again. Only a checkpoint with a higher step, of
-another run, is whole by the sizes of its files. Damage that happens later is found by a resume, which then takes an
-older checkpoint, and by ``verify``.
+The checkpoint that was just saved is complete, because its save fails if a write or sync fails; its files are not
+checked again. A checkpoint of a higher step, from another run, is checked by file sizes. Later damage is found by
+``verify`` and by a resume, which then takes an older checkpoint.
 
-If a run saves on several disks, each contains a part of every checkpoint. All ranks look together, and the newest
-checkpoint that is whole across all disks stays on each of them. If none is whole, only checkpoints with diverged ties
-are deleted.
+If a run saves on several disks, every disk keeps the newest complete checkpoint. All ranks decide together which one
+that is. If none is complete, only checkpoints with diverged ties are deleted.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ _P = TypeVar("_P", Path, RemotePath)
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints of a run stay.
+    """How many checkpoints of a run to keep.
 
     Args:
         limit: the maximum number; None for all.
-        every: checkpoints of steps that are multiples stay beyond the limit; 0 for none.
-        name: of the limit, in the log.
+        every: checkpoints whose step is a multiple of it stay over the limit; 0 for none.
+        name: the name of the limit in the log.
     """
 
     limit: int | None
@@ -47,7 +45,7 @@ class Retention:
     name: str = "save_total_limit"
 
     def keeps(self, manifest: Manifest) -> bool:
-        """Return whether a checkpoint stays beyond the limit; one with diverged ties does not."""
+        """Return whether ``every`` keeps a checkpoint; never if it has diverged ties."""
         return self.every > 0 and manifest.step % self.every == 0 and not manifest.ties
 
 
@@ -56,7 +54,7 @@ LOCAL_RETENTION = Retention(2, name="the limit of flex_local_dir")
 
 
 def retention_of(args: Any) -> Retention:
-    """Return the retention of a run by its training arguments; PaddleFormers has no limit where it is 0 or less."""
+    """Return the retention by the training arguments; as in PaddleFormers, a limit of 0 or less means no limit."""
     limit = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else None
     return Retention(limit, args.flex_keep_every)
 
@@ -68,19 +66,19 @@ def numbered(output_dir: Path, prefix: str) -> list[Path]:
     return [path for _, path in sorted((int(match[1]), path) for match, path in found if is_directory(path))]
 
 
-def superfluous(checkpoints: Sequence[_P], limit: int, kept: frozenset[_P]) -> list[_P]:
-    """Return the checkpoints beyond a limit.
+def over_limit(checkpoints: Sequence[_P], limit: int, kept: frozenset[_P]) -> list[_P]:
+    """Return the oldest checkpoints over a limit.
 
     Args:
         checkpoints: oldest first.
         limit: maximum number of checkpoints.
-        kept: checkpoints that always stay; they count.
+        kept: checkpoints that always stay. They count towards the limit.
     """
     free = [path for path in checkpoints if path not in kept]
     return free[: max(0, len(checkpoints) - max(limit, len(kept)))]
 
 
-def delete_superfluous(
+def delete_over_limit(
     output_dir: Path,
     retention: Retention,
     saved: Path | None,
@@ -89,16 +87,17 @@ def delete_superfluous(
     channel: Channel = ALONE,
     leads: Collection[int] = (0,),
 ) -> None:
-    """Delete the checkpoints of a run beyond its limit.
+    """Delete the checkpoints of a run over its limit.
 
     Args:
         output_dir: where the run saves.
-        retention: how many stay.
-        saved: the checkpoint that this run has saved last.
-        needed: further checkpoints that always stay: the best one.
+        retention: how many to keep.
+        saved: the last checkpoint that this run has saved.
+        needed: other checkpoints that always stay, such as the best one.
         log: receives one line per deleted directory, and per damaged one.
-        channel: all ranks if the run saves on several disks, and every rank must call; otherwise this process alone.
-        leads: the ranks that delete, one for each disk.
+        channel: all ranks if the run saves on several disks, in which case every rank must call; else this process
+            alone.
+        leads: the ranks that delete, one per disk.
 
     Raises:
         StorageError: the operating system refused a deletion.
@@ -108,51 +107,51 @@ def delete_superfluous(
         return
     recorded = saved.name if saved is not None else ""
 
-    def look() -> tuple[list[bool], dict[Path, Manifest]]:
+    def list_own() -> tuple[list[bool], dict[Path, Manifest]]:
         found = finished_checkpoints(output_dir) if channel.rank in leads else {}
-        is_whole = any(path.name == recorded and not manifest.ties for path, manifest in found.items())
-        return [len(found) > limit, is_whole], found
+        is_complete = any(path.name == recorded and not manifest.ties for path, manifest in found.items())
+        return [len(found) > limit, is_complete], found
 
-    everyone, manifests = gather_and_keep(channel, "looking for old checkpoints", look, list[bool])
+    everyone, manifests = gather_and_keep(channel, "looking for old checkpoints", list_own, list[bool])
     if not any(too_many for too_many, _ in everyone):
         return
-    known = frozenset({recorded} if any(is_whole for _, is_whole in everyone) else ())
+    known = frozenset({recorded} if any(is_complete for _, is_complete in everyone) else ())
     newest, damaged = resume.find_newest(output_dir, channel, known=known)
     if not manifests:
         return
     for path, why in damaged:
         if path in manifests:
-            stays = f"{newest} stays under every limit" if newest is not None else "no whole checkpoint is deleted"
-            log(f"{path} is not whole, so {stays}: {why}")
-    wanted = {path.resolve() for path in (newest, saved, *needed) if path is not None}
-    kept = frozenset(path for path in manifests if path.resolve() in wanted)
-    for path in beyond(manifests, retention, kept, newest is not None):
+            stays = f"{newest} stays under every limit" if newest is not None else "no complete checkpoint is deleted"
+            log(f"{path} is not complete, so {stays}: {why}")
+    protected = {path.resolve() for path in (newest, saved, *needed) if path is not None}
+    kept = frozenset(path for path in manifests if path.resolve() in protected)
+    for path in to_delete(manifests, retention, kept, newest is not None):
         remove_checkpoint(path)
-        log(f"Deleted {path}, which is beyond {retention.name}: {limit}.")
+        log(f"Deleted {path}, which is over {retention.name}: {limit}.")
 
 
-def beyond(
-    manifests: Mapping[_P, Manifest], retention: Retention, kept: frozenset[_P], has_whole: bool = True
+def to_delete(
+    manifests: Mapping[_P, Manifest], retention: Retention, kept: frozenset[_P], keeps_complete: bool = True
 ) -> list[_P]:
-    """Return the checkpoints to delete: those with diverged ties first.
+    """Return the checkpoints to delete: first those with diverged ties, then old ones.
 
     Args:
-        manifests: of the finished checkpoints, oldest first.
-        retention: how many stay.
+        manifests: manifests of the finished checkpoints, oldest first.
+        retention: how many to keep.
         kept: checkpoints that always stay.
-        has_whole: whether one of those that stay is whole.
+        keeps_complete: whether a complete checkpoint is among the kept ones.
     """
     limit = retention.limit
     if limit is None:
         return []
     diverged = [path for path, manifest in manifests.items() if manifest.ties]
-    whole = [path for path in manifests if path not in diverged]
+    complete = [path for path in manifests if path not in diverged]
     removable = [path for path in diverged if path not in kept][: max(0, len(manifests) - limit)]
-    old = superfluous(whole, limit, kept.intersection(whole)) if has_whole else []
+    old = over_limit(complete, limit, kept.intersection(complete)) if keeps_complete else []
     return removable + [path for path in old if not retention.keeps(manifests[path])]
 
 
 def finished_checkpoints(output_dir: Path) -> dict[Path, Manifest]:
-    """Return the finished checkpoints of a run on this disk, lowest step first; renamed ones are never deleted."""
+    """Return the finished checkpoints of a run on this disk, lowest step first, without renamed ones."""
     found = ((path, finished(path)) for path in numbered(output_dir, "checkpoint"))
     return {path: manifest for path, manifest in found if manifest is not None and manifest.step == parse_step(path)}

@@ -1,7 +1,7 @@
-"""Save, rotate and export: one save of a Trainer, and the replaced methods of PaddleFormers' Trainer that write.
+"""Save, rotate and export: the replaced methods of PaddleFormers' Trainer that write.
 
-:func:`prepare` runs on the training thread, at the step that is saved. :func:`report_save` runs there at once or some
-steps later. Work that can fail on one rank alone runs inside an agreement helper.
+:func:`prepare` and :func:`report_save` run on the training thread: the first at the step to save, the second at once or
+some steps later. Work that can fail on a single rank runs inside a collective that raises its error on all ranks.
 """
 
 from __future__ import annotations
@@ -59,26 +59,26 @@ from paddleformers_fc.trainer.events import check_own_loop
 from paddleformers_fc.trainer.library import PREFIX_CHECKPOINT_DIR, ShardingOption, logger
 from paddleformers_fc.trainer.lineage import degrees_text, parallel_degrees
 from paddleformers_fc.trainer.options import shard_bytes
-from paddleformers_fc.trainer.rotation import LOCAL_RETENTION, delete_superfluous, numbered, retention_of
+from paddleformers_fc.trainer.rotation import LOCAL_RETENTION, delete_over_limit, numbered, retention_of
 from paddleformers_fc.trainer.session import Native, Session, session_of
 from paddleformers_fc.trainer.tiers import Tier, keep
 
 _T = TypeVar("_T")
 Encode: TypeAlias = Callable[[], Mapping[str, bytes]]
-"""Encodes the small files of a rank, by path relative to the checkpoint."""
+"""Encodes the metadata files of a rank, by path relative to the checkpoint."""
 
 
 @dataclass(frozen=True)
 class PreparedSave:
-    """A save at one step.
+    """A prepared save of one step.
 
     Args:
-        tier: where it is saved.
+        tier: where to save.
         directory: ``checkpoint-N``.
-        step: optimizer steps done.
+        step: completed optimizer steps.
         part: returns this rank's part without its files, or raises the error of its preparation.
         consistency: facts that must be equal on all ranks.
-        best: the best checkpoint with this one; None if there is none.
+        best: the best checkpoint so far, including this one; None if there is none.
         timer: measures the save.
     """
 
@@ -92,20 +92,20 @@ class PreparedSave:
 
 
 def prepare(session: Session, metrics: dict[str, float] | None, tier: Tier) -> PreparedSave:
-    """Return a save of the present step. It reads live tensors later; :func:`capture_files` reads everything else.
+    """Prepare a save of the current step. Live tensors are read later, everything else by :func:`capture_files`.
 
     Args:
-        session: of the Trainer; its state names the best checkpoint, which this one may replace.
-        metrics: those of an evaluation at this step.
+        session: the session; the Trainer's state names the best checkpoint, which this one may replace.
+        metrics: metrics of an evaluation at this step.
         tier: where to save.
 
     Raises:
-        FlexError: the same on every rank, at the first save of a run: its reference model cannot be compared.
+        FlexError: the same on every rank, at the first save of a run: reading the reference model has failed.
     """
     timer = PhaseTimer()
     trainer, args = session.trainer, session.args
     live_roles.wait_for_weights(args)
-    _look_at_reference(session)
+    _record_reference(session)
     tier.begun = trainer.state.global_step
     directory = tier.directory(args) / f"{PREFIX_CHECKPOINT_DIR}-{tier.begun}"
     session.run.record = session.run.record or lineage.new_run()
@@ -134,20 +134,20 @@ def prepare(session: Session, metrics: dict[str, float] | None, tier: Tier) -> P
 
 
 def capture_files(session: Session) -> Encode:
-    """Capture what this step has in the small files of this rank, after :func:`prepare`.
+    """Capture the contents of this rank's metadata files at this step, after :func:`prepare`.
 
     Returns:
-        a function that encodes the files, or raises the error of their capture.
+        a function that encodes the files, or raises the error of the capture.
     """
     captured = outcome(lambda: _capture_files(session))
     return lambda: captured()()
 
 
 def outcome(work: Callable[[], _T]) -> Callable[[], _T]:
-    """Do work now, and return a function with its result or error."""
+    """Run work now, and return a function that returns its result or raises its error."""
     try:
         result = work()
-    except Exception as error:  # Raised by the caller of the outcome, which reports it to all ranks.
+    except Exception as error:  # Raised later, where all ranks learn of it.
         failure = error
 
         def fail() -> _T:
@@ -168,11 +168,11 @@ def _roles(session: Session) -> LiveRoles:
 def plan_ahead(session: Session) -> tuple[LivePart, SavePlan]:
     """Plan the saves of a run before its first step. Every rank must call.
 
-    Optimizer states that do not exist yet are described as the first step will create them. If it creates others, the
-    first save is planned again.
+    The plan expects the optimizer states that the first step will create. If it creates others, the first save is
+    planned again.
 
     Returns:
-        what this rank will bring into a save, and its plan.
+        this rank's part of a save, and the plan.
     Raises:
         FlexError: the same on every rank.
     """
@@ -200,24 +200,24 @@ def report_save(
     """Report a committed checkpoint to the run and its reporters.
 
     Args:
-        session: of the Trainer.
+        session: the session of the Trainer.
         prepared: the save.
-        report: its result.
+        report: the result of the save.
         transfers: the copies between host and devices during it.
-        blocked: seconds for which training was blocked; by default for all of the save.
+        blocked: seconds for which training was blocked; by default the duration of the save.
     """
     seconds = prepared.timer.elapsed
     ties = tuple(line for tie in report.diverged_ties for line in tie.differences)
     _note_disks(session, prepared.tier, report.disks)
     prepared.tier.saved = prepared.directory
     for path in report.set_aside:
-        logger.warning(f"{path} was moved from {prepared.directory} and is kept; delete it if it is not needed.")
+        logger.warning(f"Other files in {prepared.directory} were moved to {path}; delete it if you do not need it.")
     _warn_of_differences(session, prepared.directory, report.differences)
     if ties:
         session.warn(
-            f"Copies of tied tensors differ between pipeline stages. {prepared.directory} is saved and does not count "
-            "as whole: resume_from_checkpoint: true skips it, and save_total_limit deletes no whole checkpoint for it. "
-            "Resume from an older checkpoint and look for the cause.",
+            f"Copies of tied tensors differ between pipeline stages. {prepared.directory} is saved, but does not count "
+            "as complete: resume_from_checkpoint: true skips it, and save_total_limit deletes no complete checkpoint "
+            "for it. Resume from an older checkpoint and look for the cause.",
             ties,
         )
     saved = CheckpointReport(
@@ -235,7 +235,7 @@ def report_save(
 
 
 def upload(session: Session, prepared: PreparedSave, report: SaveReport) -> None:
-    """Upload a committed checkpoint in the background, before old ones are deleted; called on every rank."""
+    """Begin to upload a committed checkpoint. Every rank must call, before old checkpoints are deleted."""
     if session.uploads is not None and not prepared.tier.is_local:
         session.uploads.committed(prepared.directory, prepared.best, report.disks)
 
@@ -249,16 +249,16 @@ def rotate(
     channel: Channel,
     output_dir: str | None = None,
 ) -> None:
-    """Delete old checkpoints.
+    """Delete old checkpoints. Checkpoints that are not uploaded yet stay.
 
     Args:
-        session: of the Trainer. Checkpoints that are not uploaded yet stay.
+        session: the session of the Trainer.
         tier: where the checkpoints are.
         saved: the last checkpoint.
         best: the best checkpoint.
         disks: the processes that share a disk; None before the first save.
         channel: all ranks, used if several of them delete.
-        output_dir: where they are instead of the tier's directory.
+        output_dir: the directory of the checkpoints, if it is not the tier's.
     """
     args, uploads = session.args, session.uploads
     leads = disks.sorted_leaders if disks is not None else (0,)
@@ -270,14 +270,14 @@ def rotate(
         needed = [*([] if best is None else [Path(best)]), *([] if uploads is None else uploads.pending())]
         directory = Path(output_dir or tier.directory(args))
         retention = LOCAL_RETENTION if tier.is_local else retention_of(args)
-        delete_superfluous(directory, retention, saved, needed, logger.info, channel, leads)
+        delete_over_limit(directory, retention, saved, needed, logger.info, channel, leads)
     except StorageError as error:
-        # The new checkpoint is saved, so the run continues.
+        # Continue: the new checkpoint is saved.
         logger.warning(f"An old checkpoint could not be deleted; the next save tries again.\n{error.render()}")
 
 
-def _look_at_reference(session: Session) -> None:
-    """Before the first save, look at the reference model; every rank must call."""
+def _record_reference(session: Session) -> None:
+    """Sum the contents of the reference model before the first save. Every rank must call."""
     model = reference.model_of(session.trainer)
     if model is not None and session.reference is None:
         session.reference = reference.contents_of(model, session.channel)
@@ -288,30 +288,27 @@ def _warn_of_differences(session: Session, directory: Path, differences: tuple[s
     if differences:
         session.warn_once(
             "Replicas differ: ranks hold different values of the same part of a tensor. "
-            f"{directory} has one version, and its flex_checkpoint.json lists the differences. This warning is not "
-            "repeated. With flex_check_replicas: refuse such a save fails.",
+            f"{directory} contains one version, and its flex_checkpoint.json lists the differences. This warning is "
+            "not repeated. To let such a save fail, set flex_check_replicas: refuse.",
             differences,
             subject="replicas",
         )
 
 
 def _note_disks(session: Session, tier: Tier, disks: DiskLeaders) -> None:
-    """Keep the disk leaders for the rotation; warn once that a checkpoint is on several disks."""
+    """Store the disk leaders for the rotation; warn once if a checkpoint is on several disks."""
     known = tier.disks is not None and tier.disks.leads == disks.leads
     if len(disks.sorted_leaders) > 1 and not known:
         shared = "; ".join(format_ranks(ranks) for ranks in disks.sharing().values())
         session.warn(
             f"{tier.directory(session.args)} is on {len(disks.sorted_leaders)} disks, which are visible to: {shared}. "
-            "Each disk gets a part of every checkpoint; a resume needs all parts, each visible to any rank.",
+            "Each disk gets a part of every checkpoint. A resume needs all parts, each visible to some rank.",
         )
     tier.disks = disks
 
 
 def _capture_files(session: Session) -> Encode:
-    """Capture what this step has in the small files of this rank, and return a function that encodes them.
-
-    The first rank has those that are equal on all ranks.
-    """
+    """Capture the contents of this rank's metadata files; the first rank writes those that are equal on all ranks."""
     trainer, args, tracker = session.trainer, session.args, session.position
     captured: dict[str, Callable[[], bytes]] = {}
     if args.save_rng_states:
@@ -333,7 +330,7 @@ def _capture_files(session: Session) -> Encode:
 
 
 def _update_best(trainer: Any, metrics: dict[str, float] | None, directory: Path) -> None:
-    """Set the best checkpoint as PaddleFormers does. A metric that is NaN, than which none is better, gives way.
+    """Set the best checkpoint as PaddleFormers does, except that NaN never counts as best.
 
     Raises:
         OptionError: the evaluation has no such metric.
@@ -359,12 +356,12 @@ def _update_best(trainer: Any, metrics: dict[str, float] | None, directory: Path
 
 
 class SyncSaves:
-    """Plan, capture, write and commit in a row, on the training thread, as :class:`.session.Saver`."""
+    """Blocking saves: plan, capture, write and commit on the training thread; a :class:`.session.Saver`."""
 
     under_way, is_done = None, False
 
     def save(self, session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
-        """Save the present step."""
+        """Save the current step."""
         trainer, args, channel = session.trainer, session.args, session.channel
         trainer.runtime_timer.start("checkpoint saving time")
         prepared = prepare(session, metrics, tier)
@@ -383,10 +380,10 @@ class SyncSaves:
             trainer._rotate_checkpoints(output_dir=args.output_dir)
 
     def advance(self, session: Session) -> None:
-        """Do nothing: no save is under way after a step."""
+        """Do nothing: no save is pending after a step."""
 
     def report(self) -> None:
-        """Do nothing: every save is reported at once."""
+        """Do nothing: saves are reported at once."""
 
     def finish(self, session: Session) -> None:
         """Do nothing."""
@@ -396,7 +393,7 @@ class SyncSaves:
         return nullcontext()
 
     def defers_event(self, step: int) -> bool:
-        """Return that ``on_save`` is called at once."""
+        """Return False: ``on_save`` is called at once."""
         return False
 
 
@@ -404,10 +401,10 @@ class SyncSaves:
 
 
 def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | None = None) -> None:
-    """``Trainer._save_checkpoint``: write ``checkpoint-N``, then delete the checkpoints beyond the limit.
+    """``Trainer._save_checkpoint``: write ``checkpoint-N``, then delete checkpoints over the limit.
 
     Raises:
-        FlexError: the same on every rank; the previous checkpoints are untouched.
+        FlexError: the same on every rank; previous checkpoints are unchanged.
     """
     session = session_of(trainer)
     with session.best.visible_in(trainer):
@@ -417,10 +414,10 @@ def save(trainer: Any, native: Native, model: Any, metrics: dict[str, float] | N
 
 
 def log_save_evaluate(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
-    """``Trainer._maybe_log_save_evaluate``: afterwards save the local tier, if it is due and this step is not saved.
+    """``Trainer._maybe_log_save_evaluate``: then save to the local tier, if that is due and the step is not saved yet.
 
     Raises:
-        FlexError: the same on every rank; the previous checkpoints are untouched.
+        FlexError: the same on every rank; previous checkpoints are unchanged.
     """
     native(*args, **kwargs)
     session, step = session_of(trainer), trainer.state.global_step
@@ -439,7 +436,7 @@ def sorted_checkpoints(
     checkpoint_prefix: str = PREFIX_CHECKPOINT_DIR,
     use_mtime: bool = False,
 ) -> list[str]:
-    """``Trainer._sorted_checkpoints``: in the order of steps, which a copy of the files does not change."""
+    """``Trainer._sorted_checkpoints``: sort by step, because copying files changes their times."""
     found = numbered(Path(output_dir or trainer.args.output_dir), checkpoint_prefix)
     return [str(path) for path in found]
 
@@ -447,7 +444,7 @@ def sorted_checkpoints(
 def rotate_checkpoints(trainer: Any, native: Native, use_mtime: bool = False, output_dir: str | None = None) -> None:
     """``Trainer._rotate_checkpoints``: delete old checkpoints on the lowest rank of every disk."""
     session = session_of(trainer)
-    # A save of another class may call on the first rank only, so only the save of this package agrees between ranks.
+    # Other callers may call this on the first rank only, so communicate only right after a save of this package.
     output = session.run.output
     saved_here = output.saved is not None and output.saved.name.endswith(f"-{trainer.state.global_step}")
     with session.best.visible_in(trainer):
@@ -463,10 +460,10 @@ def save_model_of_slices(
     merge_tensor_parallel: bool = False,
     last_fc_to_hf: bool = False,
 ) -> None:
-    """``Trainer.save_model``: under sharding stage 3 without gathering the model, because slices are exported in place.
+    """``Trainer.save_model``: under sharding stage 3 do not gather the model, because slices are exported in place.
 
     Raises:
-        FlexError: the same on every rank; an older export in the directory is untouched.
+        FlexError: the same on every rank; an older export in the directory is unchanged.
     """
     save = trainer._save if ShardingOption.FULL_SHARD in trainer.args.sharding else native
     save(output_dir, merge_tensor_parallel=merge_tensor_parallel, last_fc_to_hf=last_fc_to_hf)
@@ -483,7 +480,7 @@ def save_model(
     """``Trainer._save``: export the model in Hugging Face format, with all files that ``from_pretrained`` needs.
 
     Raises:
-        FlexError: the same on every rank; an older export in the directory is untouched.
+        FlexError: the same on every rank; an older export in the directory is unchanged.
     """
     export_live(trainer, output_dir or trainer.args.output_dir, trainer.args.flex_max_shard_size)
 
@@ -498,18 +495,18 @@ def save_pretrained(
     max_shard_size: str | int | None = None,
     **kwargs: Any,
 ) -> None:
-    """``model.save_pretrained`` of a Trainer's model. Every rank must call, as of the native method.
+    """``model.save_pretrained`` of a Trainer's model. Like the native method, every rank must call.
 
     Args:
         trainer: the Trainer that the model belongs to.
         native: the method of the model's class; called if a ``state_dict`` is given.
         save_dir: the directory to write.
         is_main_process: ignored, because the ranks share the work.
-        state_dict: other weights than the model's.
+        state_dict: weights to save instead of the model's.
         max_shard_size: maximum bytes of a file, such as ``"5GB"`` or a number. Default: ``flex_max_shard_size``.
 
     Raises:
-        FlexError: the same on every rank; an older export in the directory is untouched.
+        FlexError: the same on every rank; an older export in the directory is unchanged.
     """
     if state_dict is not None:
         native(save_dir, is_main_process, state_dict, *args, **kwargs)
@@ -529,12 +526,12 @@ def export_live(
         trainer: the Trainer that the model belongs to.
         output_dir: the directory to write.
         max_shard_size: maximum bytes of a file.
-        averages: returns this rank's moving averages, which are exported in place of the weights.
+        averages: returns this rank's moving averages, which are exported instead of the weights.
 
     Raises:
-        FlexError: the same on every rank; an older export in the directory is untouched.
+        FlexError: the same on every rank; an older export in the directory is unchanged.
     """
-    from paddleformers_fc.execute.live_export import save_weights  # Saves and loads need none of it.
+    from paddleformers_fc.execute.live_export import save_weights  # Not needed by saves and loads.
 
     session, directory = session_of(trainer), require_local(output_dir, "An export")
     channel, max_shard_bytes = session.channel, shard_bytes(max_shard_size)
@@ -557,5 +554,5 @@ def export_live(
     weights, averaged = roles[MODEL_STATE], roles.get(EMA_STATE)
     report = save_weights(weights, model, files, directory, max_shard_bytes, channel, tied, averaged)
     if trainer.args.should_log:
-        tensors, files_made = count_text(report.tensors, "tensor"), count_text(len(report.files), "file")
-        logger.info(f"Exported {tensors} to {directory} in {files_made}.")
+        tensors, written = count_text(report.tensors, "tensor"), count_text(len(report.files), "file")
+        logger.info(f"Exported {tensors} to {directory} in {written}.")

@@ -31,7 +31,7 @@ from paddleformers_fc.storage.paths import RemotePath, parse_step
 from paddleformers_fc.storage.remote_writes import check_remote_writable
 from paddleformers_fc.text import rate_text, size_text
 from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.rotation import Retention, beyond, finished_checkpoints, numbered, retention_of
+from paddleformers_fc.trainer.rotation import Retention, finished_checkpoints, numbered, retention_of, to_delete
 
 _WAIT_SECONDS = 10.0
 """Interval at which ranks that wait for an upload exchange its state."""
@@ -190,9 +190,9 @@ class CheckpointUploader:
         whole = [path for path, manifest in manifests.items() if not manifest.ties]
         best = None if self._best is None else Path(self._best).name
         kept = frozenset(path for path in manifests if path in (*whole[-1:], uploaded) or path.name == best)
-        for path in beyond(manifests, self._retention, kept):
+        for path in to_delete(manifests, self._retention, kept):
             remove_uploaded(path, manifests[path])
-            logger.info(f"Deleted {path}, which is beyond save_total_limit: {self._retention.limit}.")
+            logger.info(f"Deleted {path}, which is over save_total_limit: {self._retention.limit}.")
 
 
 def _is_whole(checkpoint: Path) -> bool:

@@ -47,7 +47,7 @@ from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, 
 from paddleformers_fc.storage.paths import parse_hidden, parse_step
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.trainer.resume import find_newest
-from paddleformers_fc.trainer.rotation import Retention, delete_superfluous
+from paddleformers_fc.trainer.rotation import Retention, delete_over_limit
 from verification.simulate_ranks import Roles, filled, run_threads
 
 CONFIG = {
@@ -158,7 +158,7 @@ def resume_and_save(output_dir: Path, grid: str, step: int, generation: int, cha
 def rotate_alone(output_dir: Path, limit: int | None, saved: Path | None, channel: Channel) -> None:
     """What the ranks of a Trainer do after a save."""
     if channel.rank == 0:
-        delete_superfluous(output_dir, Retention(limit), saved, (), _quiet)
+        delete_over_limit(output_dir, Retention(limit), saved, (), _quiet)
 
 
 def whole(checkpoint: Path) -> int:

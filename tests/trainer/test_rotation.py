@@ -14,7 +14,7 @@ from paddleformers_fc.formats.index import encode_index, shard_columns
 from paddleformers_fc.storage.checksum import INDEX_NAME, records_of
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, Manifest, read_manifest, write_manifest
-from paddleformers_fc.trainer.rotation import Retention, delete_superfluous, numbered, superfluous
+from paddleformers_fc.trainer.rotation import Retention, delete_over_limit, numbered, over_limit
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 
@@ -57,7 +57,7 @@ def test_the_oldest_beyond_the_limit_go(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         make_checkpoint(tmp_path, step)
     lines: list[str] = []
-    delete_superfluous(tmp_path, Retention(2), None, (), lines.append)
+    delete_over_limit(tmp_path, Retention(2), None, (), lines.append)
     assert left(tmp_path) == ["checkpoint-10", "checkpoint-4"]
     (line,) = lines
     assert "checkpoint-2" in line
@@ -68,7 +68,7 @@ def test_the_oldest_beyond_the_limit_go(tmp_path: Path) -> None:
 def test_every_nth_step_stays_beyond_the_limit(tmp_path: Path, limit: int) -> None:
     for step in range(1, 12):
         saved = make_checkpoint(tmp_path, step)
-        delete_superfluous(tmp_path, Retention(limit, 4), saved, (), quiet)
+        delete_over_limit(tmp_path, Retention(limit, 4), saved, (), quiet)
         stay = {one for one in range(1, step + 1) if one % 4 == 0 or one > step - limit}
         assert left(tmp_path) == sorted(f"checkpoint-{one}" for one in stay)
 
@@ -76,7 +76,7 @@ def test_every_nth_step_stays_beyond_the_limit(tmp_path: Path, limit: int) -> No
 def test_without_a_limit_nothing_goes(tmp_path: Path) -> None:
     for step in (2, 4):
         make_checkpoint(tmp_path, step)
-    delete_superfluous(tmp_path, Retention(None), None, (), quiet)
+    delete_over_limit(tmp_path, Retention(None), None, (), quiet)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
@@ -84,7 +84,7 @@ def test_the_newest_whole_one_stays_when_a_newer_one_is_damaged(tmp_path: Path) 
     make_checkpoint(tmp_path, 2)
     make_checkpoint(tmp_path, 4)
     (make_checkpoint(tmp_path, 6) / "config.json").write_bytes(b"longer than it was")
-    delete_superfluous(tmp_path, Retention(1), None, (), quiet)
+    delete_over_limit(tmp_path, Retention(1), None, (), quiet)
     assert "checkpoint-4" in left(tmp_path)
 
 
@@ -92,9 +92,9 @@ def test_where_none_is_whole_none_is_deleted(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         (make_checkpoint(tmp_path, step) / "config.json").write_bytes(b"longer than it was")
     lines: list[str] = []
-    delete_superfluous(tmp_path, Retention(1), None, (), lines.append)
+    delete_over_limit(tmp_path, Retention(1), None, (), lines.append)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    assert "checkpoint-6 is not whole, so no whole checkpoint is deleted" in lines[0]
+    assert "checkpoint-6 is not complete, so no complete checkpoint is deleted" in lines[0]
 
 
 def part_copies(checkpoint: Path) -> None:
@@ -123,7 +123,7 @@ def test_checkpoints_with_diverged_ties_cost_no_whole_one(tmp_path: Path, limit:
         saved = make_checkpoint(tmp_path, step)
         if kind == "d":
             part_copies(saved)
-        delete_superfluous(tmp_path, Retention(limit), saved, (), quiet)
+        delete_over_limit(tmp_path, Retention(limit), saved, (), quiet)
     kinds = ["d" if read_manifest(tmp_path / name).ties else "w" for name in left(tmp_path)]
     assert kinds == stay.split()
     assert f"checkpoint-{len(steps.split())}" in left(tmp_path)
@@ -133,14 +133,14 @@ def test_a_checkpoint_with_diverged_ties_goes_although_it_is_of_an_nth_step(tmp_
     for step in (2, 4, 5, 6):
         make_checkpoint(tmp_path, step)
     part_copies(tmp_path / "checkpoint-4")
-    delete_superfluous(tmp_path, Retention(1, 2), tmp_path / "checkpoint-6", (), quiet)
+    delete_over_limit(tmp_path, Retention(1, 2), tmp_path / "checkpoint-6", (), quiet)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-6"]
 
 
 def test_the_newest_whole_one_stays_beside_the_best_and_a_newer_one_with_diverged_ties(tmp_path: Path) -> None:
     best, _, saved = [make_checkpoint(tmp_path, step) for step in (2, 4, 6)]
     part_copies(saved)
-    delete_superfluous(tmp_path, Retention(1), saved, [best], quiet)
+    delete_over_limit(tmp_path, Retention(1), saved, [best], quiet)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_under_another_name_is_neither_counted_nor_deleted(tmp_path
     for step in (2, 4, 6):
         make_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-4").rename(tmp_path / "checkpoint-10")
-    delete_superfluous(tmp_path, Retention(1), tmp_path / "checkpoint-6", (), quiet)
+    delete_over_limit(tmp_path, Retention(1), tmp_path / "checkpoint-6", (), quiet)
     assert left(tmp_path) == ["checkpoint-10", "checkpoint-6"]
 
 
@@ -156,7 +156,7 @@ def test_directories_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -
     (tmp_path / "checkpoint-1" / "model_state").mkdir(parents=True)
     for step in (2, 4):
         make_checkpoint(tmp_path, step)
-    delete_superfluous(tmp_path, Retention(2), None, (), quiet)
+    delete_over_limit(tmp_path, Retention(2), None, (), quiet)
     assert left(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
 
 
@@ -166,9 +166,9 @@ def test_what_was_just_saved_is_whole_by_its_record_and_a_newer_one_by_its_files
     (saved / WEIGHTS).unlink()  # Nothing looks at it: the save has recorded that it is there.
     (newer / WEIGHTS).unlink()
     lines: list[str] = []
-    delete_superfluous(tmp_path, Retention(1), saved, (), lines.append)
+    delete_over_limit(tmp_path, Retention(1), saved, (), lines.append)
     assert left(tmp_path) == ["checkpoint-4"]
-    assert f"checkpoint-6 is not whole, so {saved} stays under every limit" in lines[0]
+    assert f"checkpoint-6 is not complete, so {saved} stays under every limit" in lines[0]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
@@ -176,7 +176,7 @@ def test_what_was_just_saved_is_whole_by_its_record_and_a_newer_one_by_its_files
 def test_as_many_stay_as_the_limit_allows_and_those_that_are_kept(limit: int, kept: set[int], count: int) -> None:
     paths = [Path(f"checkpoint-{index}") for index in range(count)]
     safe = frozenset(paths[index] for index in kept if index < count)
-    gone = superfluous(paths, limit, safe)
+    gone = over_limit(paths, limit, safe)
     stay = [path for path in paths if path not in gone]
     assert safe <= set(stay)
     assert len(stay) == min(count, max(limit, len(safe)))

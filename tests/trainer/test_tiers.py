@@ -15,7 +15,7 @@ from paddleformers_fc.errors import FlexError, NotACheckpoint, OptionError
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from paddleformers_fc.trainer import tiers
 from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, newest_or_refuse
-from paddleformers_fc.trainer.rotation import LOCAL_RETENTION, delete_superfluous
+from paddleformers_fc.trainer.rotation import LOCAL_RETENTION, delete_over_limit
 from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import DP2, SD2V2, SINGLE, MatrixLayout
@@ -112,9 +112,9 @@ def test_two_checkpoints_stay_in_a_local_tier(tmp_path: Path) -> None:
     lines: list[str] = []
     for step in (2, 4, 5, 7):
         saved = make_checkpoint(tmp_path, step)
-        delete_superfluous(tmp_path, LOCAL_RETENTION, saved, (), lines.append)
+        delete_over_limit(tmp_path, LOCAL_RETENTION, saved, (), lines.append)
     assert left(tmp_path) == ["checkpoint-5", "checkpoint-7"]
-    assert "checkpoint-2, which is beyond the limit of flex_local_dir: 2" in lines[0]
+    assert "checkpoint-2, which is over the limit of flex_local_dir: 2" in lines[0]
 
 
 # ---- Whose a local tier is.
