@@ -1,27 +1,24 @@
-"""The small files of a checkpoint: the description of the model, and the state of the Trainer.
+"""The metadata files of a checkpoint: the description of the model, and the state of the Trainer.
 
 ====================================  ================================================================================
 ``config.json`` and others            the model's configuration, generation settings and tokenizer, as in an export
 ``trainer/state.json``                PaddleFormers' ``TrainerState``: step, epoch, best metric, ...
 ``trainer/scheduler.json``            the learning-rate scheduler
-``trainer/optimizer_scheduler.json``  the learning-rate scheduler of the optimizer, if it has one of its own
+``trainer/optimizer_scheduler.json``  the optimizer's own learning-rate scheduler, if it has one
 ``trainer/scaler.json``               the loss scaler of float16 runs
 ``trainer/data.json``                 the position of the run in its data (:mod:`.position`)
 ``trainer/reference.json``            the reference model of preference training (:mod:`.reference`)
 ``trainer/ema.json``                  the moving average of the weights (:mod:`.ema`)
-``trainer/arguments.json``            the training arguments, for a reader
+``trainer/arguments.json``            the training arguments, for readers
 ``trainer/rng-00000.json``            the random generators of one process (:mod:`.rng`)
 ====================================  ================================================================================
 
-All but the tokenizer are a few kilobytes. Files of other libraries are written into a temporary directory and read
-back, so that they are checksummed and committed like all others.
+All except the tokenizer are a few kilobytes. Files that other libraries write go through a temporary directory, so
+that they are checksummed and committed like all others.
 
-The documents that a model keeps of the directory of its weights: ``config.json``, ``generation_config.json``.
-
-PaddleFormers' loader for flex checkpoints does not read generation settings, and its pipeline models have none. Its
-configuration classes drop keys, and its Trainer and its pipelines overwrite others. A run therefore keeps both
-documents with its model, from its start or from the resumed checkpoint, and writes them into every checkpoint and
-export.
+PaddleFormers drops and overwrites keys of ``config.json`` and does not read generation settings for flex checkpoints.
+A model therefore keeps the ``config.json`` and ``generation_config.json`` of the weights that it started or resumed
+from (:class:`Inherited`), and every checkpoint and export contains them.
 """
 
 from __future__ import annotations
@@ -77,22 +74,22 @@ from paddleformers_fc.trainer.options import FlexFields
 GENERATION = "generation_config.json"
 
 _INHERITED = "_flex_inherited"
-_OF_A_RUN = frozenset(
+_RUN_KEYS = frozenset(
     {"_from_model_config", "paddleformers_version", "paddlefleet_version", "paddlenlp_version", "use_cache"}
 )
 
 
 @dataclass(frozen=True)
 class Inherited:
-    """The documents of the weights that a model started from.
+    """The metadata files of the weights that a model started from.
 
     Args:
-        config: the content of ``config.json``, with the keys of older ones; for new weights, the keys of the model's
-            own that the Trainer overwrites.
-        read: the description of a model that PaddleFormers builds from it; None for new weights. Live values that
-            differ were changed.
-        generation: the bytes of ``generation_config.json``; None if there is none, or if the user set others.
-        settings: the generation settings of the live model as the file gave them. Other ones are the user's.
+        config: the content of ``config.json``, merged with the files of earlier loads; for new weights, the keys of
+            the model's configuration that the Trainer overwrites.
+        read: the description of a model that PaddleFormers builds from ``config``; None for new weights. Live values
+            that differ from it were changed after loading.
+        generation: the bytes of ``generation_config.json``; None if there is none, or if the user set other settings.
+        settings: the live generation settings after loading this file. If they differ now, the user changed them.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -102,32 +99,32 @@ class Inherited:
 
 
 def of(model: Any) -> Inherited:
-    """Return what a model has inherited."""
-    found: Inherited = getattr(base_model(model), _INHERITED, Inherited())
-    return found
+    """Return the inherited metadata files of a model."""
+    inherited: Inherited = getattr(base_model(model), _INHERITED, Inherited())
+    return inherited
 
 
 def keep_use_cache(model: Any) -> None:
-    """Keep ``use_cache`` of a model that has no source, before a Trainer switches it off for training."""
+    """Remember ``use_cache`` of a model with new weights, before a Trainer switches it off for training."""
     if not of(model).config and hasattr(config_of(model), "use_cache"):
         _set(model, replace(of(model), config={**of(model).config, "use_cache": config_of(model).use_cache}))
 
 
 def take_over(model: Any, config: Mapping[str, Any], generation: bytes | None) -> None:
-    """Keep the documents of the directory that has filled a model.
+    """Store the metadata files of the directory that a model was filled from with the model.
 
     Args:
-        model: the model, or a wrapper of it. Its generation settings become those of the file, unless a user set them.
+        model: the model, or a wrapper of it. It gets the generation settings of the file, unless a user set others.
         config: the content of ``config.json``; empty if there is none.
         generation: the bytes of ``generation_config.json``; None if there is none.
     """
-    # PaddleFormers' own configurations may also contain keys of a run.
-    of_a_run = LlmMetaConfig._get_unsavable_keys() - OVERWRITTEN
-    kept = {key: value for key, value in with_older_keys(config).items() if key not in of_a_run}
+    # Configurations that PaddleFormers wrote may also contain keys of a run.
+    run_keys = LlmMetaConfig._get_unsavable_keys() - OVERWRITTEN
+    kept = {key: value for key, value in with_older_keys(config).items() if key not in run_keys}
     now = replace(of(model), config={**of(model).config, **kept})
     if kept:
         known = _read(type(config_of(model)), with_read_keys(now.config))
-        # Without it, every live value counts as changed.
+        # Without a known description, every live value counts as changed.
         now = replace(now, read={} if known is None else describe_config(known))
     if generation is not None and _settings(model) in (None, _initial_settings(model), now.settings):
         _adopt(base_model(model), generation)
@@ -136,12 +133,12 @@ def take_over(model: Any, config: Mapping[str, Any], generation: bytes | None) -
 
 
 def read_documents(directory: AnyPath) -> tuple[dict[str, Any], bytes | None]:
-    """Read what :func:`take_over` takes from a directory of open weights.
+    """Read ``config.json`` and ``generation_config.json`` of open weights, for :func:`take_over`.
 
     Raises:
-        Corrupt: a document does not match the checksum that the directory records of it.
+        Corrupt: a file does not match its recorded checksum.
         FormatError: ``config.json`` is not a JSON object.
-        StorageError: a document cannot be read.
+        StorageError: a file cannot be read.
     """
     raw = read_description(directory, CONFIG_NAME)
     config = {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
@@ -149,7 +146,7 @@ def read_documents(directory: AnyPath) -> tuple[dict[str, Any], bytes | None]:
 
 
 def generation_file(model: Any) -> dict[str, bytes]:
-    """Return ``generation_config.json`` of a checkpoint or export of a model, by its name; nothing if it has none."""
+    """Return the name and content of the ``generation_config.json`` to save; empty if the model has no settings."""
     kept, live = of(model), getattr(base_model(model), "generation_config", None)
     if kept.generation is not None and _settings(model) == kept.settings:
         return {GENERATION: kept.generation}
@@ -157,34 +154,34 @@ def generation_file(model: Any) -> dict[str, bytes]:
 
 
 def correct(config: Any, source: Mapping[str, Any]) -> list[str]:
-    """Give a configuration the values that PaddleFormers' class does not read where the file has them.
+    """Set the values of a ``config.json`` that PaddleFormers' configuration class fails to read.
 
     Args:
-        config: the configuration of a model that is built next. Values that were changed after reading are kept.
-        source: ``config.json`` beside the weights.
+        config: the configuration of a model, before the model is built. Values that were changed after reading stay.
+        source: the ``config.json`` of the weights.
     Returns:
-        the keys that were given another value, with both values.
+        one line per corrected key, with both values.
     """
-    complete, given = with_read_keys(source), list[str]()
+    complete, corrected = with_read_keys(source), list[str]()
     if complete == source:
-        return given
+        return corrected
     right, wrong = (_read(type(config), one) for one in (complete, source))
     for name in ("", "text_config"):
         parts = [getattr(one, name, None) if name else one for one in (config, right, wrong)]
         if all(isinstance(part, PretrainedConfig) for part in parts):
-            own, wanted, found = map(vars, parts)
-            for key, value in wanted.items():
-                if not isinstance(value, PretrainedConfig) and value != found.get(key) == own.get(key):
-                    given.append(f"{key}: {value} in config.json, {own.get(key)} in the model")
+            own, expected, misread = map(vars, parts)
+            for key, value in expected.items():
+                if not isinstance(value, PretrainedConfig) and value != misread.get(key) == own.get(key):
+                    corrected.append(f"{key}: {value} in config.json, {own.get(key)} in the model")
                     setattr(parts[0], key, value)
-    return given
+    return corrected
 
 
 def check_positions(model: Any, source: Mapping[str, Any]) -> None:
-    """Refuse a model that PaddleFormers has built with other positions than ``config.json`` describes.
+    """Check that PaddleFormers has built a model with the rotary embedding that ``config.json`` describes.
 
     Raises:
-        MismatchError: the rotary embedding is that of a class that does not read the keys of the file.
+        MismatchError: the configuration class does not read the keys of the file.
     """
     misread = [line for line in correct(copy.deepcopy(config_of(model)), source) if line.startswith("rope_parameters")]
     if misread:
@@ -198,10 +195,10 @@ def check_positions(model: Any, source: Mapping[str, Any]) -> None:
 
 
 def _read(kind: Any, config: Mapping[str, Any]) -> Any:
-    """Return a ``config.json`` as an object of a class; None if that class does not read such files."""
+    """Return a ``config.json`` as a configuration object; None if its class cannot read the file."""
     try:
         return kind.from_dict(copy.deepcopy(dict(config)))
-    except Exception:  # Classes of PaddleFormers raise anything, such as AssertionError.
+    except Exception:  # PaddleFormers' classes raise any type, such as AssertionError.
         return None
 
 
@@ -210,13 +207,13 @@ def _set(model: Any, inherited: Inherited) -> None:
 
 
 def _adopt(model: Any, generation: bytes) -> None:
-    """Give a model the generation settings of a file, if PaddleFormers can hold them."""
+    """Give a model the generation settings of a file, if PaddleFormers can represent them."""
     if not model.can_generate():
         return
     try:
         model.generation_config = GenerationConfig.from_dict(parse_json(generation))
     except (FlexError, TypeError, ValueError, AttributeError):
-        return  # PaddleFormers has fewer settings than other libraries. The file is kept as it is.
+        return  # PaddleFormers supports fewer settings than other libraries. The file is kept unchanged.
 
 
 def _settings(model: Any) -> dict[str, Any] | None:
@@ -232,7 +229,7 @@ def _initial_settings(model: Any) -> dict[str, Any] | None:
 
 
 def _plain(settings: Any) -> dict[str, Any]:
-    return {key: copy.deepcopy(value) for key, value in vars(settings).items() if key not in _OF_A_RUN}
+    return {key: copy.deepcopy(value) for key, value in vars(settings).items() if key not in _RUN_KEYS}
 
 
 SCHEDULER = "trainer/scheduler.json"
@@ -241,26 +238,26 @@ SCALER = "trainer/scaler.json"
 REFERENCE = "trainer/reference.json"
 ARGUMENTS = "trainer/arguments.json"
 
-# Keys that PaddleFormers' pipeline and expert-parallel models add to their configuration when they are built, and keys
-# set below that a library does not use.
-_AS_EXPORTED = ("_save_to_hf", "_save_safetensors")
+_EXPORT_FLAGS = ("_save_to_hf", "_save_safetensors")
+# Keys that PaddleFormers' pipeline and expert-parallel models add to their configuration, and keys that are set below
+# only for PaddleFormers' export code.
 _LAYOUT_KEYS = frozenset(
     {
         *("moe_group_origin", "moe_rank", "moe_world_size", "disable_ffn_model_parallel"),
-        *(*_AS_EXPORTED, "tensor_model_parallel_size"),
+        *(*_EXPORT_FLAGS, "tensor_model_parallel_size"),
     }
 )
 _MOST_STEPS = 1 << 53
 _DATA_ARGUMENTS = "_flex_data_arguments"
 _DATASET = "train_dataset_path"
-_OF_FAST = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "padding", "truncation")
+_BACKEND_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "padding", "truncation")
 _CLASS_KEYS = ("processor_class", "image_processor_type", "video_processor_type", "tokenizer_class")
 _TOKENS, _OLDER_TOKENS = "extra_special_tokens", "additional_special_tokens"
 _SECRET_ENDINGS = ("_token", "_api_key", "password", "secret")
 
 
 def rng_name(rank: int) -> str:
-    """Return the path of a process's random state inside a checkpoint."""
+    """Return the path of a rank's random state inside a checkpoint."""
     return f"trainer/rng-{rank:05d}.json"
 
 
@@ -277,7 +274,7 @@ def model_config(model: Any) -> dict[str, Any]:
 
 
 def _capture_config(model: Any) -> Callable[[], dict[str, Any]]:
-    """Capture the configuration of a model, and return :func:`model_config` of it."""
+    """Capture the configuration of a model, and return a function that returns its :func:`model_config`."""
     model = description.base_model(model)
     config = copy.deepcopy(config_of(model))
     if not config.architectures:
@@ -286,7 +283,7 @@ def _capture_config(model: Any) -> Callable[[], dict[str, Any]]:
     if dtype is not None:
         config.dtype = str(dtype).rpartition(".")[2]
     config.tensor_model_parallel_size = 1
-    for key in _AS_EXPORTED:
+    for key in _EXPORT_FLAGS:
         setattr(config, key, True)
     described, inherited = describe_model(model), of(model)
 
@@ -309,14 +306,14 @@ def _config_text(values: Mapping[str, Any]) -> str:
 
 
 def capture_model_files(trainer: Any, tokenizer: Mapping[str, bytes]) -> Callable[[], dict[str, bytes]]:
-    """Capture the content of the files that describe a Trainer's model, and return a function that encodes them.
+    """Capture the files that describe a Trainer's model, and return a function that encodes them.
 
     Args:
         trainer: the Trainer.
         tokenizer: the files of its tokenizer and processor.
     Returns:
-        a function of the content by path relative to the directory of the weights: configuration, generation
-        settings, tokenizer, processor, and copies of other files.
+        a function that returns content by path relative to the weights: configuration, generation settings,
+        tokenizer, processor and custom files.
     """
     model = unwrap_model(trainer.model)
     config, generation = _capture_config(model), generation_file(model)
@@ -324,38 +321,38 @@ def capture_model_files(trainer: Any, tokenizer: Mapping[str, bytes]) -> Callabl
     custom = [_with_own_arguments(trainer).copy_custom_files] if has_custom else []
     return lambda: {
         **tokenizer,
-        **_written_by(custom),
+        **_files_written_by(custom),
         **generation,
         CONFIG_NAME: _config_text(config()).encode(),
     }
 
 
 def _with_own_arguments(trainer: Any) -> Any:
-    """Return a shallow copy of a Trainer and of its arguments, which a script may change during the save."""
+    """Return a copy of a Trainer with a copy of its arguments, which a script may change during the save."""
     captured = copy.copy(trainer)
     captured.args = copy.copy(trainer.args)
     return captured
 
 
 def tokenizer_files(trainer: Any) -> dict[str, bytes]:
-    """Return the files of a Trainer's tokenizer and processor, by path relative to the directory of the weights."""
+    """Return the files of a Trainer's tokenizer and processor, by path relative to the weights."""
     own = trainer.tokenizer if trainer.args.save_tokenizer else None
     files: dict[str, bytes] = {}
     for one in (own, trainer.processing_class):
         if one is not None:
             directory = str(getattr(getattr(one, "tokenizer", one), "name_or_path", ""))
-            for name, content in _written_by([one.save_pretrained]).items():
+            for name, content in _files_written_by([one.save_pretrained]).items():
                 source = Path(directory, name)
                 known = bool(directory) and name.endswith("config.json") and source.is_file()
-                files[name] = _as_in(json.loads(source.read_bytes()), content) if known else content
+                files[name] = _with_source_keys(content, json.loads(source.read_bytes())) if known else content
     return files
 
 
-def _as_in(source: Mapping[str, Any], written: bytes) -> bytes:
-    """Return a description of a tokenizer or processor with the names of the file that it was loaded from.
+def _with_source_keys(written: bytes, source: Mapping[str, Any]) -> bytes:
+    """Return a tokenizer or processor configuration with the keys and classes of the file that it was loaded from.
 
-    Transformers 5 writes classes and keys that version 4 does not know, drops the class of the processor and adds None
-    for every absent key.
+    Transformers 5 writes classes and keys that version 4 does not know, drops the processor class and adds None for
+    every absent key.
     """
     values = {key: value for key, value in json.loads(written).items() if key in source or value is not None}
     if isinstance(values.get(_TOKENS), list) and _TOKENS not in source:
@@ -365,47 +362,47 @@ def _as_in(source: Mapping[str, Any], written: bytes) -> bytes:
 
 
 class TokenizerFiles:
-    """The files of a Trainer's tokenizer and processor, which are written again only if these have changed."""
+    """Caches the files of a Trainer's tokenizer and processor until these change."""
 
     def __init__(self) -> None:
-        self._written_of: tuple[tuple[Any, str], ...] = ()
+        self._cached_for: tuple[tuple[Any, str], ...] = ()
         self._files: dict[str, bytes] = {}
 
     def of(self, trainer: Any) -> dict[str, bytes]:
-        """Return the files by path relative to the directory of the weights."""
+        """Return the files by path relative to the weights."""
         own = trainer.tokenizer if trainer.args.save_tokenizer else None
-        present = tuple((one, _content_text(one)) for one in (own, trainer.processing_class))
-        if [(id(one), text) for one, text in present] != [(id(one), text) for one, text in self._written_of]:
-            self._files, self._written_of = tokenizer_files(trainer), present
+        current = tuple((one, _content_text(one)) for one in (own, trainer.processing_class))
+        if [(id(one), text) for one, text in current] != [(id(one), text) for one, text in self._cached_for]:
+            self._files, self._cached_for = tokenizer_files(trainer), current
         return self._files
 
 
 def _content_text(one: Any) -> str:
-    """Return the output of a tokenizer or processor as text, with its vocabulary as size and added tokens."""
+    """Return a text that changes with a tokenizer or processor; of the vocabulary, only size and added tokens count."""
     fast = getattr(one, "backend_tokenizer", None)
     own = {
         name: _content_text(value) if hasattr(value, "save_pretrained") else value
         for name, value in getattr(one, "__dict__", {}).items()
         if value is not fast
     }
-    return f"{one!r} {own} {[getattr(fast, part, None) for part in _OF_FAST]}"
+    return f"{one!r} {own} {[getattr(fast, part, None) for part in _BACKEND_PARTS]}"
 
 
 def copied_state(state: TrainerState) -> TrainerState:
-    """Return a copy of the Trainer's state; entries of the log do not change, so the copy shares them."""
+    """Return a deep copy of the Trainer's state that shares the log entries, which never change."""
     return copy.deepcopy(state, {id(state.log_history): list(state.log_history)})
 
 
 def capture_progress(trainer: Any, data: dict[str, Any]) -> dict[str, Callable[[], bytes]]:
-    """Capture the Trainer's state at this step, and return functions that encode it as documents.
+    """Capture the Trainer's state at this step, and return functions that encode it.
 
     Args:
         trainer: the Trainer.
         data: the position in the data, see :mod:`.position`.
 
     Returns:
-        functions by path; they raise a FormatError if the state of a scheduler or callback has a value that JSON cannot
-        hold exactly.
+        encoding functions by path; they raise a FormatError if a scheduler or callback has a value that JSON cannot
+        represent exactly.
     """
     state = copied_state(trainer.state)
     files: dict[str, Callable[[], bytes]] = {
@@ -425,7 +422,7 @@ def capture_progress(trainer: Any, data: dict[str, Any]) -> dict[str, Callable[[
 
 
 def own_scheduler(trainer: Any) -> Any | None:
-    """Return the learning-rate scheduler of a script's optimizer; None if it has that of the Trainer or a number."""
+    """Return the scheduler of a script's optimizer; None if it has the Trainer's scheduler or a constant rate."""
     scheduler = innermost(trainer.optimizer)._learning_rate
     return scheduler if isinstance(scheduler, LRScheduler) and scheduler is not trainer.lr_scheduler else None
 
@@ -435,13 +432,13 @@ def arguments_document(args: Any, optimizer: Any = None) -> bytes:
 
     Args:
         args: the training arguments.
-        optimizer: of the Trainer; its class is added, which the arguments of a script need not name.
+        optimizer: the Trainer's optimizer; its class is added, because the arguments of a script may not name it.
     """
     return capture_arguments(args, optimizer)()
 
 
 def capture_arguments(args: Any, optimizer: Any = None) -> Callable[[], bytes]:
-    """Capture the training arguments, and return a function that encodes :func:`arguments_document`."""
+    """Capture the training arguments, and return a function that returns their :func:`arguments_document`."""
     chosen = {} if optimizer is None else {"optimizer": qualified_name(type(innermost(optimizer)))}
     return partial(_arguments_document, {**copy.deepcopy(_data_arguments(args)), **chosen, **args.to_dict()})
 
@@ -454,7 +451,7 @@ def _arguments_document(captured: Mapping[str, Any]) -> bytes:
 
 
 def remember_data_arguments(parsed: Iterable[Any]) -> None:
-    """Keep the arguments of the data with the training arguments; the command line parses them into another object.
+    """Attach the data arguments to the training arguments, because the command line parses them separately.
 
     Args:
         parsed: all objects that the command line has parsed.
@@ -466,7 +463,7 @@ def remember_data_arguments(parsed: Iterable[Any]) -> None:
 
 
 def _data_arguments(args: Any) -> dict[str, Any]:
-    """Return the arguments of the data, and the sizes of its files; none for a script with its own dataset."""
+    """Return the data arguments and the sizes of the data files; empty for a script with its own dataset."""
     data_arguments = getattr(args, _DATA_ARGUMENTS, None)
     if data_arguments is None:
         return {}
@@ -480,25 +477,25 @@ def own_arguments(args: Any, optimizer: Any) -> dict[str, Any]:
     return state_json.decode_object(arguments_document(args, optimizer), "training arguments")
 
 
-_OF_PROGRESS = (STATE, SCHEDULER, OWN_SCHEDULER, DATA, SCALER, REFERENCE, AVERAGE)
+_PROGRESS_FILES = (STATE, SCHEDULER, OWN_SCHEDULER, DATA, SCALER, REFERENCE, AVERAGE)
 
-FOR_A_RESUME = (*_OF_PROGRESS, GENERATION, ARGUMENTS)
-"""The documents that a resume reads, beside the random generators of each process."""
+RESUME_FILES = (*_PROGRESS_FILES, GENERATION, ARGUMENTS)
+"""The metadata files that every rank of a resume reads. Each rank also reads its own random generators."""
 
 
 def hold_for_resume(checkpoint: OpenedCheckpoint, channel: Channel, is_continued: bool) -> OpenedCheckpoint:
-    """Return a checkpoint that holds the documents of a resume, see :func:`.opening.hold_documents`.
+    """Return a checkpoint with the metadata files of a resume in memory, see :func:`.opening.hold_documents`.
 
     Args:
         checkpoint: an opened checkpoint.
         channel: all ranks of the job; every rank must call.
-        is_continued: whether the run is continued, and not only its weights.
+        is_continued: whether the run is continued; if not, only its weights are loaded.
     """
-    return hold_documents(checkpoint, channel, (GENERATION, *(_OF_PROGRESS if is_continued else ())))
+    return hold_documents(checkpoint, channel, (GENERATION, *(_PROGRESS_FILES if is_continued else ())))
 
 
 def read_arguments(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
-    """Return the training arguments of a checkpoint; none if they are not held or cannot be read."""
+    """Return the training arguments of a checkpoint; empty if they are missing or unreadable."""
     with suppress(FlexError):
         return state_json.decode_object(checkpoint.held[ARGUMENTS], ARGUMENTS) if ARGUMENTS in checkpoint.held else {}
     return {}
@@ -513,8 +510,8 @@ class TrainingProgress:
         scheduler: state of the learning-rate scheduler.
         scaler: state of the loss scaler; None if the saved run had none.
         data: the position in the data, see :mod:`.position`.
-        reference: the document of the reference model, see :mod:`.reference`; None if the saved run had none.
-        average: the document of the moving average, see :mod:`.ema`; None if the checkpoint has none.
+        reference: the reference model's metadata, see :mod:`.reference`; None if the saved run had none.
+        average: the moving average's metadata, see :mod:`.ema`; None if the checkpoint has none.
         own_scheduler: state of the optimizer's own scheduler; None if the checkpoint has none.
         arguments: the training arguments; empty if they are unknown.
     """
@@ -530,36 +527,36 @@ class TrainingProgress:
 
 
 def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any) -> TrainingProgress:
-    """Read the Trainer's state; the same on every rank.
+    """Read the Trainer's state, which is the same on every rank.
 
     Args:
         checkpoint: the result of :func:`hold_for_resume`.
-        optimizer: of the run that continues.
+        optimizer: the optimizer of this run.
 
     Raises:
-        MismatchError: it was saved without optimizer and scheduler, or its optimizer states are missing.
-        Corrupt: a document contradicts the manifest.
-        FormatError: a document is damaged.
+        MismatchError: the state of the Trainer, the scheduler or the optimizer is missing.
+        Corrupt: a file contradicts the manifest.
+        FormatError: a file is damaged.
     """
     directory, held = checkpoint.catalog.root, checkpoint.held
     missing = sorted({STATE, SCHEDULER, DATA} - held.keys())
-    # A run of this package records its optimizer, which may have no states.
+    # Runs of this package record their optimizer, which may have no states.
     recorded = ARGUMENTS in checkpoint.documents
     if not checkpoint.catalog.roles.get(OPTIMIZER_STATE) and not recorded and has_states(optimizer):
         missing.append(OPTIMIZER_STATE)
     advice = "Set ignore_load_lr_and_optim: true to start a new run from its weights"
     if not {STATE, SCHEDULER, DATA} & held.keys():
-        # That of a script, such as of a model of semi-automatic parallelism.
-        advice += ", with new optimizer states. Its own are read by paddleformers_fc.load, in a loop without Trainer"
+        # A script saved it, such as one for semi-automatic parallelism.
+        advice += ", with new optimizer states. paddleformers_fc.load also loads optimizer states, without a Trainer"
     if missing:
         raise MismatchError(
-            f"{directory} does not contain the whole state of its run.",
+            f"{directory} does not contain the complete state of its run.",
             where=str(directory),
             evidence=[f"missing: {name}" for name in missing],
             next_step=f"{advice}. Or use a checkpoint that a Trainer saved with its optimizer.",
         )
     documents = {
-        name: state_json.decode_object(held[name], str(directory / name)) for name in _OF_PROGRESS if name in held
+        name: state_json.decode_object(held[name], str(directory / name)) for name in _PROGRESS_FILES if name in held
     }
     check_no_contradictions(checkpoint, documents)
     return TrainingProgress(
@@ -575,16 +572,16 @@ def read_progress(checkpoint: OpenedCheckpoint, optimizer: Any) -> TrainingProgr
 
 
 def read_generators(checkpoint: OpenedCheckpoint, rank: int, handed: bytes | None) -> bytes | None:
-    """Read the random generators of this process; None if the checkpoint has none of it.
+    """Read the random generators of a rank; None if the checkpoint does not contain them.
 
     Args:
         checkpoint: an opened checkpoint.
-        rank: of this process.
+        rank: the rank.
         handed: the result of :func:`.opening.own_file`.
 
     Raises:
-        Corrupt: the document is altered or contradicts the manifest.
-        FormatError: it is damaged.
+        Corrupt: the file was altered or contradicts the manifest.
+        FormatError: the file is damaged.
     """
     name = rng_name(rank)
     raw = own_document(checkpoint, name, handed)
@@ -594,7 +591,7 @@ def read_generators(checkpoint: OpenedCheckpoint, rank: int, handed: bytes | Non
 
 
 _COUNT = Annotated[int, msgspec.Meta(ge=0)]
-_KINDS: dict[str, Any] = {
+_STATE_TYPES: dict[str, Any] = {
     "epoch": float | None,
     "global_step": _COUNT,
     "consumed_samples": _COUNT,
@@ -609,21 +606,21 @@ _KINDS: dict[str, Any] = {
     "trial_name": str | None,
     "trial_params": dict[str, Any] | None,
 }
-"""The types of the fields of a ``TrainerState``, stricter than its own declaration."""
+"""The field types of a ``TrainerState``, stricter than its own declaration."""
 
 
-def _kind_faults(values: dict[str, Any]) -> Iterator[str]:
+def _type_faults(values: dict[str, Any]) -> Iterator[str]:
     if "global_step" not in values:
         yield "global_step is missing"
     for name, value in values.items():
         try:
-            msgspec.convert(value, type=_KINDS.get(name, Any))
+            msgspec.convert(value, type=_STATE_TYPES.get(name, Any))
         except ValueError as error:
             yield f"{name}: {error}"
 
 
 def check_alike(saved: dict[str, Any], current: dict[str, Any], where: AnyPath) -> None:
-    """Refuse the saved state of a scheduler or scaler that does not fit the live one.
+    """Check that the saved state of a scheduler or loss scaler matches the live state.
 
     Args:
         saved: the state in the checkpoint.
@@ -631,14 +628,14 @@ def check_alike(saved: dict[str, Any], current: dict[str, Any], where: AnyPath) 
         where: the file.
 
     Raises:
-        FormatError: a value is missing, has another type, or is an invalid count.
+        FormatError: a value is missing, has another type, or is an invalid step count.
     """
     faults = [
         f"{name}: {type(saved.get(name)).__name__} in place of {type(value).__name__}"
         for name, value in current.items()
-        if name not in saved or not _of_one_kind(saved[name], value)
+        if name not in saved or not _is_same_kind(saved[name], value)
     ]
-    # Whole numbers of these objects are counts of steps, from which a learning rate is computed.
+    # Integers in these states are step counts, which determine the learning rate.
     faults += [
         f"{name}: invalid number of steps"
         for name, value in current.items()
@@ -646,7 +643,7 @@ def check_alike(saved: dict[str, Any], current: dict[str, Any], where: AnyPath) 
     ]
     if faults:
         raise FormatError(
-            "A saved state does not fit the live scheduler or loss scaler.",
+            "The saved state does not match the scheduler or loss scaler of this run.",
             where=str(where),
             evidence=faults,
             next_step="Resume with the same scheduler and precision, or from another checkpoint.",
@@ -657,7 +654,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
-def _of_one_kind(one: Any, other: Any) -> bool:
+def _is_same_kind(one: Any, other: Any) -> bool:
     if one is None or other is None:
         return True
     if isinstance(one, bool) or isinstance(other, bool):
@@ -671,10 +668,10 @@ def _of_one_kind(one: Any, other: Any) -> bool:
 def _trainer_state(values: dict[str, Any], path: AnyPath) -> TrainerState:
     known = {one.name for one in dataclasses.fields(TrainerState)}
     faults = [f"unknown: {name}" for name in sorted(values.keys() - known)]
-    faults.extend(f"invalid: {fault}" for fault in _kind_faults(values))
+    faults.extend(f"invalid: {fault}" for fault in _type_faults(values))
     if faults:
         raise FormatError(
-            "The saved trainer state is of another version of PaddleFormers.",
+            "The trainer state was saved by another version of PaddleFormers.",
             where=str(path),
             evidence=faults,
             next_step="Resume with the version of PaddleFormers that saved it.",
@@ -682,8 +679,8 @@ def _trainer_state(values: dict[str, Any], path: AnyPath) -> TrainerState:
     return TrainerState(**values)
 
 
-def _written_by(writers: Iterable[Callable[[str], Any]]) -> dict[str, bytes]:
-    """Return the files that some functions write into a given directory."""
+def _files_written_by(writers: Iterable[Callable[[str], Any]]) -> dict[str, bytes]:
+    """Return the files that functions write into a temporary directory."""
     writers = list(writers)
     if not writers:
         return {}

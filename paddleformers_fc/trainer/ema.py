@@ -1,25 +1,14 @@
-"""The exponential moving average of a run's weights, kept in host memory.
+"""The exponential moving average of a run's weights, in float32 in host memory.
 
-After a step a thread gets the update, and reads the weights while the next passes run. The next update of the optimizer
-waits until they are read (:class:`UpdateBarrier`). Weights on a device are copied into a kept buffer first, as in an
-asynchronous save. The averages are a role of the checkpoint, ``ema_state``, in float32 under the names of the
-parameters, with the geometry of the optimizer's states. ``trainer/ema.json`` contains what the next update depends on.
+A rank averages what its optimizer has states of: parameters, ranges of them under ``split_param``, or slices under
+sharding stage 3. A sharding group thus shares work and memory. The source is the master weight or a float32 parameter:
+an average of 16-bit weights would stay constant. In a checkpoint the role is ``ema_state``.
 
-An error in the thread is raised by the next save, on all ranks, because ranks exchange nothing in an update.
+After a step a thread updates the averages during the next passes, because weights only change in optimizer updates.
+The next optimizer update waits until the weights are read (:class:`UpdateBarrier`). Device weights are first copied
+into a host buffer. Ranks do not communicate in an update, so the next save raises its errors on all ranks.
 
-Memory: four bytes per element that the rank averages, and on a device as much again for the copies.
-
-The tensors whose moving averages a rank keeps: master weights, and float32 parameters without one.
-
-A rank averages the parts of parameters of which its optimizer has states: whole parameters, ranges of them under
-``split_param``, or its slices under sharding stage 3. The ranks of a sharding group therefore share the work and the
-memory. Parameters without states are not trained. 16-bit weights without a master weight are not averaged, because an
-average of rounded weights stays constant.
-
-Let the next optimizer update wait for reads of live tensors that run beside the passes.
-
-Weights and states do not change between two updates of the optimizer. A thread may copy or average them while the next
-passes run, and the next update waits for the rest. Copies from a device begin on the training thread, at the step end.
+Memory: four bytes per averaged element, and the same again for weights on a device.
 """
 
 from __future__ import annotations
@@ -59,13 +48,13 @@ from paddleformers_fc.trainer.optimizers import ExpectedTensor, descriptor_of, i
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """This rank's part of a trained parameter.
+    """The part of a trained parameter that this rank averages.
 
     Args:
         weight: ``ShardedWeight`` with the part's geometry.
-        local_tensor: contains the part in float32.
-        first: index of the part's first element in that tensor.
-        is_weight: whether that tensor is the weight itself and not its master weight.
+        local_tensor: the float32 tensor that contains the part.
+        first: index of the part's first element in ``local_tensor``.
+        is_weight: whether ``local_tensor`` is the weight itself and not its master weight.
     """
 
     weight: Any
@@ -75,7 +64,7 @@ class TrainedPart:
 
     @property
     def geometry(self) -> tuple[object, ...]:
-        """Return the key that parts of the same elements share."""
+        """Return a key that is equal for parts with the same elements."""
         one, flat = self.weight, self.weight.flattened_range
         return (
             *(tuple(map(int, shape)) for shape in (one.local_shape, one.global_shape, one.global_offset)),
@@ -90,12 +79,12 @@ class TrainedPart:
 
 
 class KnownParts:
-    """This rank's parts of trained parameters, described again only if the optimizer has other states than before.
+    """Caches the description of this rank's parts until the memory of the optimizer states changes.
 
-    To describe a part takes a tenth of a millisecond, to compare addresses a thousandth.
+    Describing a part takes 0.1 ms, comparing addresses 0.001 ms.
 
     Args:
-        trainer: its model and optimizer have the parts.
+        trainer: the Trainer with the model and the optimizer.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -113,7 +102,6 @@ class KnownParts:
 
 
 def _addresses(optimizer: Any) -> tuple[int, ...]:
-    """Return the addresses of master weights and of the other states."""
     inner = innermost(optimizer)
     tensors = [*getattr(inner, "_master_weights", {}).values()]
     for states in inner._accumulators.values():
@@ -122,7 +110,7 @@ def _addresses(optimizer: Any) -> tuple[int, ...]:
 
 
 def _is_slice(part: TrainedPart) -> bool:
-    """Return whether a part is a slice of sharding stage 3 without a master weight, whose memory may be replaced."""
+    """Return whether a part is a sharding stage 3 slice without a master weight, whose memory may be replaced."""
     own = part.weight.local_tensor is part.local_tensor
     return part.is_weight and own and part.weight.flattened_range is not None
 
@@ -132,13 +120,13 @@ def trained_parts(model: Any, optimizer: Any) -> dict[str, TrainedPart]:
 
     Args:
         model: the model as it was built, not its parallel wrapper.
-        optimizer: the optimizer with the Trainer's wrappers, with its states.
+        optimizer: the optimizer with the Trainer's wrappers, after its states were created.
     """
     return _parts_of(live_roles.run_roles(model, optimizer))
 
 
 def expected_roles(roles: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the role of the averages that a run with these tensors will keep, whose tensors have no memory yet."""
+    """Return the role of the averages that a run with these tensors will keep, as tensors without memory."""
     place = paddle.CPUPlace()
     averages = {
         name: _averaged(name, part, ExpectedTensor(_shape_of_average(part), "float32", place))
@@ -164,13 +152,13 @@ def _parts_of(roles: Mapping[str, Mapping[str, Any]]) -> dict[str, TrainedPart]:
 
 
 def check_has_states(model: Any, optimizer: Any) -> None:
-    """Refuse an optimizer without states and master weights, such as SGD: nothing would be averaged.
+    """Check that the optimizer has states or master weights: without them, as in SGD, nothing would be averaged.
 
     Args:
         model: the model as it was built, not its parallel wrapper.
         optimizer: the optimizer with the Trainer's wrappers.
     Raises:
-        OptionError: this rank trains parameters, and its optimizer will have states of none.
+        OptionError: this rank trains parameters, and its optimizer will have no states.
     """
     kinds = [one for one in descriptor_of(optimizer).states if one.role == OPTIMIZER_STATE]
     trains = any(not parameter.stop_gradient for parameter in model.parameters())
@@ -179,20 +167,20 @@ def check_has_states(model: Any, optimizer: Any) -> None:
         raise OptionError(
             f"flex_ema_decay does not support the optimizer {type(innermost(optimizer)).__name__}.",
             where="training arguments",
-            evidence=["a rank averages the parts of parameters of which its optimizer has states, and it has none"],
-            next_step="Train with an optimizer that has states, such as Momentum or AdamW; or remove flex_ema_decay.",
+            evidence=["only parameters with optimizer states are averaged, and this optimizer has no states"],
+            next_step="Train with an optimizer that has states, such as Momentum or AdamW, or remove flex_ema_decay.",
         )
 
 
 def _part_of(weight: Any, state_: Any) -> TrainedPart:
-    """Return the part of a float32 parameter that a state belongs to."""
+    """Return the part of a float32 parameter that has a state."""
     if state_.flattened_range is None or weight.flattened_range is not None:
         return TrainedPart(weight, weight.local_tensor)
     return TrainedPart(state_, weight.local_tensor, int(state_.flattened_range.start))
 
 
 def empty_average(name: str, part: TrainedPart) -> Any:
-    """Return a ``ShardedWeight`` over new host memory for the average of a part; its numbers are undefined."""
+    """Return a ``ShardedWeight`` over uninitialized host memory for the average of a part."""
     return _averaged(name, part, paddle.empty(_shape_of_average(part), dtype="float32", device=paddle.CPUPlace()))
 
 
@@ -208,36 +196,36 @@ def _averaged(name: str, part: TrainedPart, memory: Any) -> Any:
 
 
 def begin_copies(parts: Mapping[str, Any], buffer: SnapshotBuffer) -> SnapshotCopy:
-    """Begin to copy the parts that are in the memory of a device. On the training thread.
+    """Begin to copy parts in device memory to the host. Call on the training thread.
 
     Args:
         parts: this rank's parts.
-        buffer: memory for the copies; no earlier ones may be in use.
+        buffer: memory for the copies; earlier copies must not be in use.
     """
-    away = {name: part for name, part in parts.items() if not in_host_memory(part.local_tensor.place)}
-    ranges = {(EMA_STATE, name): ((part.first, part.first + part.size),) for name, part in away.items()}
-    buffer.reserve({EMA_STATE: away}, ranges)
-    return buffer.begin({EMA_STATE: away}, ranges)
+    on_device = {name: part for name, part in parts.items() if not in_host_memory(part.local_tensor.place)}
+    ranges = {(EMA_STATE, name): ((part.first, part.first + part.size),) for name, part in on_device.items()}
+    buffer.reserve({EMA_STATE: on_device}, ranges)
+    return buffer.begin({EMA_STATE: on_device}, ranges)
 
 
 def averaged_tensor(average: Any, part: TrainedPart, copied: HostPieces | None) -> AveragedTensor:
-    """Return a part and its average.
+    """Return a part with its average.
 
     Args:
         average: the result of :func:`empty_average` for the part.
         part: the part.
-        copied: its copy; None if it is in host memory.
+        copied: the host copy of the part; None if the part is in host memory.
     """
     values = view_of(part.local_tensor) if copied is None else copied
     return AveragedTensor(slot_of(average.local_tensor).open().array(), values, part.first)
 
 
 class UpdateBarrier:
-    """The reads that have begun since the last update.
+    """Lets the next optimizer update wait for the reads of live tensors that have begun since the last update.
 
     Args:
-        passes_change_weights: returns whether a run changes tensors that are read already in the passes, as the
-            overlapped broadcast of parameters does. Then every read is waited for at once.
+        passes_change_weights: returns whether forward passes change tensors that are read, as the overlapped broadcast
+            of parameters does. If so, :meth:`add` waits for each read.
 
     Attributes:
         waited: seconds for which the training thread has waited.
@@ -249,17 +237,17 @@ class UpdateBarrier:
         self._reads: list[Future[Any]] = []
 
     def add(self, read: Future[Any]) -> None:
-        """Have the next update wait for a read of live tensors.
+        """Let the next update wait for a read of live tensors.
 
         Args:
-            read: ends when live tensors are not read any more; its error is the business of others.
+            read: a future that is done when the live tensors have been read; its exception is ignored here.
         """
         self._reads.append(read)
         if self._passes_change_weights():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until no read is under way."""
+        """Wait for all reads."""
         started = time.monotonic()
         wait(self._reads)
         self._reads.clear()
@@ -274,7 +262,7 @@ class EmaSettings:
     """The settings of an average.
 
     Args:
-        decay: weight of the former average, between 0 and 1.
+        decay: weight of the previous average, between 0 and 1.
         interval: optimizer steps between two updates.
     """
 
@@ -282,17 +270,17 @@ class EmaSettings:
     interval: int = 1
 
     def is_due(self, step: int) -> bool:
-        """Return whether the average is updated after a step; it starts as a copy of the weights after the first."""
+        """Return whether a step updates the average. The first step does, by copying the weights."""
         return step == 1 or step % self.interval == 0
 
 
 class AverageDocument(msgspec.Struct, forbid_unknown_fields=True):
-    """``trainer/ema.json``. Checkpoints of PaddleFormers' own formats do not contain all of it.
+    """``trainer/ema.json``. Fields that PaddleFormers' own formats do not contain are None.
 
     Args:
-        step: the optimizer step of the last update; None if it is unknown, as for the next two.
-        decay: that of the saved run; for a reader, as the next one.
-        interval: steps between two updates.
+        step: the optimizer step of the last update.
+        decay: the decay of the saved run, for readers.
+        interval: steps between two updates in the saved run, for readers.
     """
 
     step: _COUNT | None
@@ -301,7 +289,7 @@ class AverageDocument(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def settings_of(args: Any) -> EmaSettings | None:
-    """Return the settings of training arguments; None without an average."""
+    """Return the settings in training arguments; None if they disable the average."""
     if not args.flex_ema_decay:
         return None
     return EmaSettings(float(args.flex_ema_decay), args.flex_ema_interval)
@@ -311,14 +299,14 @@ class MovingAverage:
     """The average of one Trainer's weights on this rank.
 
     Args:
-        settings: when and how it is updated.
+        settings: decay and interval.
         parts: returns this rank's parts of the trained parameters.
-        update_barrier: has the next update of the optimizer wait.
+        update_barrier: lets the next optimizer update wait for reads.
 
     Attributes:
         tensors: ``ShardedWeight`` over host memory, by the name of the parameter; empty before the first update.
-        step: the optimizer step of the last update; 0 before the first, None if it is unknown.
-        in_model: whether the averages are in the model in place of its weights.
+        step: the optimizer step of the last update; 0 before the first update, None if unknown.
+        in_model: whether the averages replace the weights in the model.
     """
 
     def __init__(
@@ -337,7 +325,7 @@ class MovingAverage:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the average, before a training that may load another one."""
+        """Discard the average, before a training that may load another one."""
         if self._pending is not None:
             self._pending.exception()
         self._pending = self._failure = None
@@ -346,14 +334,14 @@ class MovingAverage:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether there was an update."""
+        """Return whether the average was updated at least once."""
         return self.step != 0
 
     def wait_for_update(self) -> None:
-        """Wait until the average is that of the last step.
+        """Wait until the last update is done.
 
         Raises:
-            Exception: that of the first update that failed.
+            Exception: the error of the first failed update.
         """
         if self._pending is not None:
             self._pending.result()
@@ -362,10 +350,10 @@ class MovingAverage:
             raise self._failure
 
     def roles(self) -> dict[str, dict[str, Any]]:
-        """Return the averages in their role; no role if this rank has none. Waits as :meth:`wait_for_update`.
+        """Wait for the last update, and return the averages as a role; empty if this rank has no averages.
 
         Raises:
-            OptionError: they are in the model.
+            OptionError: the averages are in the model.
         """
         self.check_not_in_model()
         self.wait_for_update()
@@ -376,10 +364,10 @@ class MovingAverage:
         return dict(msgspec.to_builtins(AverageDocument(self.step, self.settings.decay, self.settings.interval)))
 
     def allocate(self, names: Collection[str]) -> dict[str, Any]:
-        """Return new host memory for the averages of some parameters, which a load fills; those of this rank alone.
+        """Return uninitialized averages for a load to fill.
 
         Args:
-            names: names of parameters.
+            names: names of parameters; names that this rank does not average are ignored.
         """
         parts = self._parts()
         return {name: empty_average(name, part) for name, part in parts.items() if name in names}
@@ -388,65 +376,65 @@ class MovingAverage:
         """Continue the average of a checkpoint.
 
         Args:
-            tensors: the result of :meth:`allocate`, filled.
-            saved: the document of the checkpoint.
+            tensors: the filled result of :meth:`allocate`.
+            saved: the ``trainer/ema.json`` of the checkpoint.
         """
         self.tensors, self.step = dict(tensors), saved.step
 
     def check_not_in_model(self) -> None:
-        """Refuse to train or save while the averages are in the model.
+        """Check that the averages are not in the model, before it is trained or saved.
 
         Raises:
-            OptionError: they are.
+            OptionError: the averages are in the model.
         """
         if self.in_model:
             raise OptionError(
-                "The model has its averaged weights, which are neither trained nor saved as weights.",
+                "The model contains its averaged weights, which are neither trained nor saved as weights.",
                 where="averaged_weights",
-                next_step="Train and save outside of the block; save_ema exports the averaged weights.",
+                next_step="Train and save outside averaged_weights(). save_ema exports the averaged weights.",
             )
 
     def on_step_end(self, state: Any) -> None:
-        """Begin an update if one is due. A save of the same step comes later."""
+        """Begin an update if one is due. Saves of the same step come later."""
         if self.settings.is_due(state.global_step):
             self._begin(state.global_step)
 
     def _begin(self, step: int) -> None:
         if self._pending is not None:
-            self._pending.result()  # It may average what it has copied from a device.
+            self._pending.result()  # It may still use the buffer.
         if self._failure is not None:
             return
         try:
             parts = self._parts()
-            fresh = self._make_absent(parts)
+            new = self._allocate_missing(parts)
             copying = begin_copies(parts, self._buffer)
-        except Exception as error:  # Raised by the next save, on all ranks.
-            self._failed(step, error)
+        except Exception as error:  # The next save raises it on all ranks.
+            self._record_failure(step, error)
             return
         self.step = step
         read: Future[None] = Future()
-        self._pending = self._threads.submit(self._update, parts, fresh, copying, read, step)
+        self._pending = self._threads.submit(self._update, parts, new, copying, read, step)
         self._update_barrier.add(read)
 
-    def _make_absent(self, parts: Mapping[str, TrainedPart]) -> frozenset[str]:
-        """Make memory for averages that do not exist yet, and return their names."""
-        fresh = frozenset(parts.keys() - self.tensors.keys())
+    def _allocate_missing(self, parts: Mapping[str, TrainedPart]) -> frozenset[str]:
+        """Allocate the averages that do not exist yet, and return their names."""
+        new = frozenset(parts.keys() - self.tensors.keys())
         for name, part in parts.items():
-            if name in fresh:
+            if name in new:
                 self.tensors[name] = empty_average(name, part)
             else:
-                _check_not_moved(name, self.tensors[name], part)
-        return fresh
+                _check_same_geometry(name, self.tensors[name], part)
+        return new
 
     def _update(
         self,
         parts: Mapping[str, TrainedPart],
-        fresh: frozenset[str],
+        new: frozenset[str],
         copying: SnapshotCopy,
         read: Future[None],
         step: int,
     ) -> None:
-        """Update the averages, on the thread. ``read`` ends when the weights may change."""
+        """Update the averages, on the thread, and set ``read`` as soon as the weights may change."""
         try:
             copied = copying.finish().get(EMA_STATE, {})
             if len(copied) == len(parts):
@@ -454,32 +442,32 @@ class MovingAverage:
             tensors = {
                 name: averaged_tensor(self.tensors[name], part, copied.get(name)) for name, part in parts.items()
             }
-            update_averages([one for name, one in tensors.items() if name in fresh], 1.0)
-            update_averages([one for name, one in tensors.items() if name not in fresh], 1.0 - self.settings.decay)
-        except Exception as error:  # As above.
-            self._failed(step, error)
+            update_averages([one for name, one in tensors.items() if name in new], 1.0)
+            update_averages([one for name, one in tensors.items() if name not in new], 1.0 - self.settings.decay)
+        except Exception as error:  # The next save raises it on all ranks.
+            self._record_failure(step, error)
         finally:
             if not read.done():
                 read.set_result(None)
 
-    def _failed(self, step: int, error: Exception) -> None:
+    def _record_failure(self, step: int, error: Exception) -> None:
         logger.error(
-            f"The moving average of step {step} failed on this rank; the next save raises it on all ranks: {error}"
+            f"The moving average failed at step {step} on this rank; the next save raises this on all ranks: {error}"
         )
         self._failure = error
 
 
-def _check_not_moved(name: str, average: Any, part: TrainedPart) -> None:
-    """Refuse a part that is no longer the one whose average is kept.
+def _check_same_geometry(name: str, average: Any, part: TrainedPart) -> None:
+    """Check that a part has the same elements as its average.
 
     Raises:
-        MismatchError: the optimizer of this rank has other states than before.
+        MismatchError: the optimizer states of this rank have changed.
     """
     if TrainedPart(average, None).geometry != part.geometry:
         raise MismatchError(
-            "The optimizer has states of another part of a parameter than at the last update of the moving average.",
+            "The part of a parameter with optimizer states has changed since the last update of the moving average.",
             where=name,
-            next_step="Train one model with one optimizer; start the job again to continue from its last checkpoint.",
+            next_step="Train one model with one optimizer. Start the job again to continue from its last checkpoint.",
         )
 
 
@@ -487,7 +475,7 @@ def from_document(values: Mapping[str, Any], where: AnyPath) -> AverageDocument:
     """Read the content of ``trainer/ema.json``.
 
     Raises:
-        FormatError: the document is damaged.
+        FormatError: the file is damaged.
     """
     try:
         return msgspec.convert(values, type=AverageDocument)
@@ -497,23 +485,23 @@ def from_document(values: Mapping[str, Any], where: AnyPath) -> AverageDocument:
 
 
 def absent_text(directory: AnyPath) -> str:
-    """Return the warning of a run with an average that resumes a checkpoint without one."""
+    """Return the warning for a run with an average that resumes a checkpoint without an average."""
     return (
-        f"{directory} has no moving average. It starts as a copy of the weights at its next update, so that it does "
-        "not contain the steps before."
+        f"{directory} has no moving average. It starts as a copy of the weights at its next update and does not "
+        "include earlier steps."
     )
 
 
 def new_run_text(directory: AnyPath) -> str:
-    """Return the warning of a new run with an average that begins with the weights of a checkpoint with another one."""
+    """Return the warning for a new run from the weights of a checkpoint, if both have an average."""
     return (
-        f"The moving average of {directory} is not continued, because ignore_load_lr_and_optim starts a new run. That "
-        "of this run starts as a copy of the weights."
+        f"The moving average of {directory} is not continued, because ignore_load_lr_and_optim starts a new run. The "
+        "average of this run starts as a copy of the weights."
     )
 
 
 def switched_off_text(directory: AnyPath, tensors: int) -> str:
-    """Return the warning of a run without an average that resumes a checkpoint with one."""
+    """Return the warning for a run without an average that resumes a checkpoint with an average."""
     return (
         f"{directory} has a moving average of {count_text(tensors, 'tensor')}, and this run has none: the average is "
         "not continued, and later checkpoints do not contain it. Set flex_ema_decay to continue it."

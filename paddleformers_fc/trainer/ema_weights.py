@@ -1,9 +1,10 @@
-"""Use the averaged weights of a run: in the model for a while, for its evaluations, and in an export.
+"""Use the averaged weights of a run: temporarily in the model, in evaluations, and in an export.
 
-The averages travel in memory to the ranks that hold the weights (:mod:`~paddleformers_fc.execute.exchange`), and
-are rounded to the dtype of the weight. The weights are kept in host memory and restored bit by bit. They are looked up
-again at the end, because a forward pass moves the slices of sharding stage 3. Master weights and optimizer states stay
-as they are.
+Ranks exchange the averages in memory (:mod:`~paddleformers_fc.execute.exchange`) and round them to the dtypes of the
+weights. The weights are copied to host memory and restored bit by bit. Restoring looks them up again, because a forward
+pass moves the slices of sharding stage 3. Master weights and optimizer states do not change.
+
+Memory: a host copy of this rank's replaced weights.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _TRAINER = Kind("a Trainer", lambda value: hasattr(value, "args") and hasattr(va
 
 @contextmanager
 def averaged_weights(trainer: Any) -> Iterator[None]:
-    """Return a block in which a Trainer's model has its averaged weights. Every rank must enter it.
+    """Context manager in which a Trainer's model has its averaged weights. Every rank must enter it.
 
-    Parameters without an average keep their values. The block must neither train nor save.
+    Parameters without an average keep their values. Do not train or save inside.
 
     Example:
         >>> with averaged_weights(trainer):  # doctest: +SKIP
@@ -46,8 +47,8 @@ def averaged_weights(trainer: Any) -> Iterator[None]:
     Args:
         trainer: a Trainer with ``flex_ema_decay``.
     Raises:
-        OptionError: there is no average: the Trainer keeps none, has not updated it, or does not use this package.
-        FlexError: the same on every rank: an update of the average has failed.
+        OptionError: the Trainer does not keep an average, has not updated it yet, or does not use this package.
+        FlexError: an update of the average has failed; the same on every rank.
     """
     require(_TRAINER, trainer=trainer)
     session, average = session_of(trainer), require_average(trainer)
@@ -58,20 +59,20 @@ def averaged_weights(trainer: Any) -> Iterator[None]:
         weights = _weights(trainer)
         return _local_parts(average), weights, describe_roles({MODEL_STATE: weights})[MODEL_STATE]
 
-    averages, weights, shards = run_on_all(session.channel, "looking at the averaged weights", prepare)
-    former: dict[str, np.ndarray[Any, Any]] = {}
+    averages, weights, shards = run_on_all(session.channel, "preparing the averaged weights", prepare)
+    originals: dict[str, np.ndarray[Any, Any]] = {}
     average.in_model = True
     try:
         for name, values in gather_parts(averages, shards, session.channel):
             tensor = weights[name].local_tensor
-            former[name] = _copy(tensor)
+            originals[name] = _copy(tensor)
             _fill(tensor, values)
         yield
     finally:
         weights = _weights(trainer)
-        # A tied tensor may have been filled under two names.
-        for name in reversed(former):
-            _fill(weights[name].local_tensor, former[name])
+        # In reverse order, because a tied tensor may have been filled under two names.
+        for name in reversed(originals):
+            _fill(weights[name].local_tensor, originals[name])
         average.in_model = False
 
 
@@ -84,10 +85,11 @@ def save_ema(trainer: Any, directory: str, max_shard_size: str | int | None = No
     Args:
         trainer: a Trainer with ``flex_ema_decay``.
         directory: the directory to write.
-        max_shard_size: maximum bytes of a file, such as ``"5GB"`` or a number. Default: ``flex_max_shard_size``.
+        max_shard_size: maximum size of a file in bytes, such as ``"5GB"`` or a number. Default:
+            ``flex_max_shard_size``.
     Raises:
-        OptionError: there is no average: the Trainer keeps none, has not updated it, or does not use this package.
-        FlexError: the same on every rank; an older export in the directory is untouched.
+        OptionError: the Trainer does not keep an average, has not updated it yet, or does not use this package.
+        FlexError: the same on every rank; an older export in the directory stays unchanged.
     """
     require(_TRAINER, trainer=trainer)
     require(DIRECTORY, directory=directory)
@@ -107,7 +109,7 @@ def evaluate(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Any:
     if not trainer.args.flex_ema_evaluate or (average is not None and average.in_model):
         return native(*args, **kwargs)
     if average is None or not average.has_begun:
-        why = "flex_ema_decay is 0" if average is None else "the moving average has no update yet"
+        why = "flex_ema_decay is 0" if average is None else "the moving average has not been updated yet"
         session.warn_once(f"flex_ema_evaluate: {why}, so the weights themselves are evaluated.")
         return native(*args, **kwargs)
     with averaged_weights(trainer):
@@ -121,14 +123,14 @@ def require_average(trainer: Any) -> MovingAverage:
     """Return the average of a Trainer.
 
     Raises:
-        OptionError: it keeps none, or has not updated it.
+        OptionError: the Trainer does not keep an average, or has not updated it yet.
     """
     average = session_of(trainer).average
     if average is None or not average.has_begun:
         raise OptionError(
             "The Trainer has no moving average of its weights.",
             where="flex_ema_decay",
-            evidence=["flex_ema_decay: 0" if average is None else "the average has no update yet"],
+            evidence=["flex_ema_decay: 0" if average is None else "the average has not been updated yet"],
             next_step="Set flex_ema_decay, and train at least one step.",
         )
     return average
@@ -143,7 +145,7 @@ def _local_parts(average: MovingAverage) -> dict[str, LocalPart]:
 
 
 def _weights(trainer: Any) -> dict[str, Any]:
-    """Return the weights of this rank where they are now."""
+    """Return the weights of this rank in their current memory."""
     session_of(trainer).settle_weights()
     return live_roles.model_roles(trainer.model)[MODEL_STATE]
 
@@ -151,7 +153,7 @@ def _weights(trainer: Any) -> dict[str, Any]:
 def _copy(tensor: Any) -> np.ndarray[Any, Any]:
     """Return the elements of a live tensor in new host memory."""
     elements = int(np.prod(tensor.shape))
-    # A piece is valid until the next one is requested.
+    # A piece is valid only until the next piece is requested.
     return np.concatenate([piece.copy() for piece in host_pieces(tensor, 0, elements)])
 
 

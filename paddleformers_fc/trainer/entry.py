@@ -1,16 +1,14 @@
-"""How this package gets into a process: the one table of replaced methods, and the classes for scripts.
+"""The entry points: the table of replaced methods, and the classes for scripts.
 
-:func:`replaced` lists every method of PaddleFormers that changes. :func:`attach` replaces all of them or none, and
-:func:`detach` restores them. A Trainer whose arguments lack ``flex_checkpoint: true`` runs the originals. The four ways
-in differ only in when they attach:
+:func:`replaced` lists every method of PaddleFormers that changes. :func:`attach` replaces all of them or none, after it
+has checked the hooks of :mod:`paddleformers_fc.upstream`; modules that import more of PaddleFormers are imported after
+this check. A Trainer without ``flex_checkpoint: true`` runs the original methods. The entry points attach at different
+times:
 
-- ``FlexTrainingArguments(flex_checkpoint=True)``, before a process group exists;
-- ``FlexTrainer``, which is PaddleFormers' Trainer, when it is imported;
-- ``FlexTrainerMixin``, when a Trainer class is derived from it;
-- :func:`install`, which also lets PaddleFormers' argument parser fill the classes with our options.
-
-The table of :mod:`paddleformers_fc.upstream` is checked before the first replacement. Modules that import more of
-PaddleFormers than this one are therefore imported after the check.
+- ``FlexTrainingArguments(flex_checkpoint=True)``: before a process group exists;
+- ``FlexTrainer``, which is PaddleFormers' Trainer: when the name is imported;
+- ``FlexTrainerMixin``: when a Trainer class is derived from it;
+- :func:`install`: when it is called. PaddleFormers' argument parser then also accepts the options of this package.
 """
 
 from __future__ import annotations
@@ -44,14 +42,14 @@ Place = tuple[type[Any], str]
 """A class of the library, and the name of one of its methods."""
 
 _originals: dict[Place, Any] = {}
-"""What the replaced attributes of the classes were."""
+"""The original class attributes."""
 
 
 def replaced() -> Iterator[tuple[Place, Any]]:
-    """Yield the place of every method of the library that this package replaces, and its replacement.
+    """Yield every replaced method of the library with its replacement.
 
-    A replacement of a method of the Trainer gets the Trainer, the bound method that it replaces, and the arguments. It
-    runs only if the Trainer's arguments enable this package, except for the constructor.
+    Replacements in the Trainer get the Trainer, the bound original method, and its arguments. Except for the
+    constructor, they run only if the Trainer's arguments enable this package.
     """
     from paddleformers_fc.trainer import ema_weights, loading, pretrained, save, startup
     from paddleformers_fc.trainer.library import LoRAModel, PretrainedModel
@@ -82,7 +80,7 @@ def replaced() -> Iterator[tuple[Place, Any]]:
 
 
 def _replaced_in_parser() -> Iterator[tuple[Place, Any]]:
-    """Yield the methods of PaddleFormers' argument parser; PaddleNLP's takes the classes of a script as they are."""
+    """Yield the replaced methods of PaddleFormers' argument parser; PaddleNLP's parser needs no change."""
     if LIBRARY != PADDLENLP:
         yield (PdArgumentParser, "__init__"), _method(PdArgumentParser.__init__, _construct_parser)
         yield (PdArgumentParser, "parse_dict"), _method(PdArgumentParser.parse_dict, _parse)
@@ -99,7 +97,7 @@ def _method(original: Method, replacement: Method, only_when_active: bool = Fals
 
 
 def attach() -> None:
-    """Replace the methods of the Trainer and of its models, all of them or none. A second call has no effect.
+    """Replace the methods of the Trainer and its models, all of them or none. A second call has no effect.
 
     Raises:
         EnvironmentMismatch: the installed PaddleFormers differs from the tested version; no method was replaced.
@@ -110,16 +108,16 @@ def attach() -> None:
 
 
 def detach() -> None:
-    """Restore all originals."""
+    """Restore all original methods."""
     options.read_natively_by_default()
     while _originals:
         (owner, name), original = _originals.popitem()
         setattr(owner, name, original)
 
 
-def _replace(rows: Callable[[], Iterator[tuple[Place, Any]]]) -> None:
+def _replace(replacements: Callable[[], Iterator[tuple[Place, Any]]]) -> None:
     try:
-        for (owner, name), replacement in rows():
+        for (owner, name), replacement in replacements():
             _originals[owner, name] = vars(owner)[name]
             setattr(owner, name, replacement)
     except BaseException:
@@ -130,7 +128,7 @@ def _replace(rows: Callable[[], Iterator[tuple[Place, Any]]]) -> None:
 def install() -> None:
     """Add ``flex_checkpoint`` to the stock ``Trainer`` and argument parser. A second call has no effect.
 
-    Open weights are read through this package until training arguments decide otherwise (:mod:`.options`).
+    This package then also reads open weights, unless training arguments disable it (:mod:`.options`).
 
     Raises:
         EnvironmentMismatch: the installed PaddleFormers differs from the tested version; no method was replaced.
@@ -141,17 +139,17 @@ def install() -> None:
 
 
 def install_options() -> None:
-    """Add the options to PaddleFormers' argument parser alone. A second call has no effect."""
+    """Add the options to PaddleFormers' argument parser only. A second call has no effect."""
     if (PdArgumentParser, "parse_dict") not in _originals:
         _replace(_replaced_in_parser)
 
 
 @dataclass
 class ActiveFields(FlexFields):
-    """The options with their effect on this process: they attach this package and choose the reader of open weights.
+    """The options, which attach this package to the process and choose the reader of open weights.
 
     Raises:
-        OptionError: an option is out of range, or contradicts ``flex_checkpoint: true``.
+        OptionError: an option is out of range, or conflicts with ``flex_checkpoint: true``.
         EnvironmentMismatch: ``flex_checkpoint`` is true, and Paddle or PaddleFormers differs from the tested versions.
     """
 
@@ -159,7 +157,7 @@ class ActiveFields(FlexFields):
         if self.flex_checkpoint:
             upstream.require(HOOKS)
             for line in upstream.require_versions(self.flex_unknown_versions):
-                logger.warning(f"flex_unknown_versions: warn: {line}. This package is not tested with it.")
+                logger.warning(f"flex_unknown_versions: warn: {line}. This package is not tested with this version.")
             attach()
         super().__post_init__()
         options.follow(self)
@@ -171,7 +169,7 @@ class FlexTrainingArguments(ActiveFields, TrainingArguments):
 
 
 def __getattr__(name: str) -> Any:
-    """``FlexTrainer`` is the library's Trainer, to which this package is attached when the name is first used."""
+    """Return ``FlexTrainer``, which is the library's Trainer, after attaching this package."""
     if name != "FlexTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     attach()
@@ -179,19 +177,19 @@ def __getattr__(name: str) -> Any:
 
 
 class FlexTrainerMixin:
-    """Put it before a Trainer class of your own: ``class MyTrainer(FlexTrainerMixin, SomeTrainer)``.
+    """Mixin for a custom Trainer class: ``class MyTrainer(FlexTrainerMixin, SomeTrainer)``.
 
-    Methods that the class overrides must call ``super()``. ``train(resume_from_checkpoint=True)`` takes the newest
-    finished checkpoint. ``save_model`` writes the model in Hugging Face format, and every rank must call it.
-    ``evaluate`` uses the averaged weights under ``flex_ema_evaluate``.
+    Overridden methods must call ``super()``. ``train(resume_from_checkpoint=True)`` resumes the newest finished
+    checkpoint. ``save_model`` writes the model in Hugging Face format, and every rank must call it. ``evaluate`` uses
+    the averaged weights under ``flex_ema_evaluate``.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse classes whose save and load path is unknown, and attach this package.
+        """Attach this package, and check that its methods take precedence in the class.
 
         Raises:
-            EnvironmentMismatch: the class is no Trainer of the library, the mixin comes after it, or the library
-                differs from the tested version.
+            EnvironmentMismatch: the class is not a Trainer of the library, the mixin comes after the Trainer, or the
+                library differs from the tested version.
         """
         super().__init_subclass__(**kwargs)
         attach()
@@ -199,15 +197,15 @@ class FlexTrainerMixin:
         if Trainer in bases and bases.index(FlexTrainerMixin) < bases.index(Trainer):
             return
         if Trainer in bases:
-            what = f"{cls.__name__} names FlexTrainerMixin after the Trainer of {NAME}, whose methods then come first."
+            what = f"{cls.__name__} names FlexTrainerMixin after the Trainer of {NAME}, whose methods take precedence."
         elif LIBRARY != PADDLENLP and any(one.__module__.partition(".")[0] == PADDLENLP for one in bases):
-            what = f"FlexTrainerMixin is for the Trainer of {NAME}; that of PaddleNLP has paddleformers_fc.nlp."
+            what = f"FlexTrainerMixin is for the Trainer of {NAME}. For PaddleNLP's Trainer use paddleformers_fc.nlp."
         else:
-            what = f"{cls.__name__} is not a Trainer of {NAME}; FlexTrainerMixin does nothing without one."
+            what = f"{cls.__name__} is not a Trainer of {NAME}, which FlexTrainerMixin extends."
         raise EnvironmentMismatch(
             what,
             where=f"{cls.__module__}.{cls.__qualname__}",
-            evidence=[f"its bases are {', '.join(f'{base.__module__}.{base.__qualname__}' for base in cls.__bases__)}"],
+            evidence=[f"bases: {', '.join(f'{base.__module__}.{base.__qualname__}' for base in cls.__bases__)}"],
             next_step="Write class MyTrainer(FlexTrainerMixin, SomeTrainer), where SomeTrainer is "
             f"{LIBRARY}.trainer.Trainer or a subclass of it.",
         )
@@ -217,19 +215,19 @@ class FlexTrainerMixin:
 
 
 def with_flex_fields(kind: type[Any]) -> type[Any]:
-    """Return the class with our options that takes the place of an argument class of PaddleFormers.
+    """Return an argument class of PaddleFormers with the options of this package.
 
     Args:
         kind: any dataclass that PaddleFormers' parser fills.
 
     Returns:
-        ``FlexTrainingArguments`` for ``TrainingArguments``, ``FlexFinetuningArguments`` for the command line's own
-        ``FinetuningArguments``, and every other class unchanged.
+        ``FlexTrainingArguments`` for ``TrainingArguments``, ``FlexFinetuningArguments`` for the command line's
+        ``FinetuningArguments``, and any other class unchanged.
     """
     if kind is TrainingArguments:
         return FlexTrainingArguments
     if kind.__module__ == f"{LIBRARY}.cli.hparams.finetuning_args" and kind.__name__ == "FinetuningArguments":
-        # It is derived from a class of this module, and imports the whole command line.
+        # Its module imports this one and the complete command line.
         found: type[Any] = import_module("paddleformers_fc.trainer.cli_arguments").FlexFinetuningArguments
         return found
     return kind
@@ -241,7 +239,7 @@ def _construct_parser(parser: Any, native: Method, dataclass_types: Any, **kwarg
 
 
 def _parse(parser: Any, native: Method, settings: Mapping[str, Any], *others: Any, **kwargs: Any) -> Any:
-    # The command line makes its parser before it runs the file named by custom_register_path, and parses after it.
+    # The command line creates its parser before it runs the file in custom_register_path, and parses afterwards.
     from paddleformers_fc.trainer.documents import remember_data_arguments
 
     check_settings(settings)
@@ -255,10 +253,12 @@ def _parse(parser: Any, native: Method, settings: Mapping[str, Any], *others: An
 
 
 def _check_known(settings: Any, kinds: list[Any]) -> None:
-    """Refuse unknown keys beside ours. PaddleFormers refuses them later: its arguments start a process group first.
+    """Check for unknown keys if the settings have options of this package.
+
+    PaddleFormers checks them too late, after its arguments have started a process group.
 
     Raises:
-        OptionError: with all of them.
+        OptionError: lists all unknown keys.
     """
     names = {str(key) for key in settings}
     known = {one.name for kind in kinds for one in dataclasses.fields(kind) if one.init}

@@ -1,13 +1,12 @@
-"""The events of a training loop, in one order: parts of the session, callbacks, and the parts with the last word.
+"""The events of a training loop: what this package does before and after the callbacks.
 
-:class:`LoopEvents` takes the place of ``call_event`` of the Trainer's callback handler, once, when the Trainer is
-constructed. Every event of PaddleFormers passes it.
+:class:`LoopEvents` replaces ``call_event`` of the Trainer's callback handler when the Trainer is constructed, so that
+every event of PaddleFormers goes through it.
 
-It also stops a run whose loop bypasses this package. Two changes can bypass the replaced methods of a Trainer: a
-subclass that overrides one without ``super()``, or a PaddleFormers that calls another method. The run would then save
-in PaddleFormers' own format, or continue without the weights of the checkpoint that it resumes. Each replaced method
-therefore records its call (``ran`` and ``output`` of :class:`.session.Run`). The records are checked at the start of
-training, in every save and after it. All ranks have the same records, so that they need no exchange.
+It also stops a run that bypasses the replaced methods, because a subclass overrides a method without ``super()`` or
+PaddleFormers calls another method. Such a run would save in PaddleFormers' own format, or ignore the checkpoint to
+resume. Replaced methods therefore record their calls (``ran`` and ``output`` of :class:`.session.Run`), which are
+checked at the start of training, at every save and after it. Ranks do not communicate: all have the same records.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class LoopEvents:
     """The events of one Trainer.
 
     Args:
-        session: of the Trainer.
+        session: the session of the Trainer.
     """
 
     def __init__(self, session: Session) -> None:
@@ -37,7 +36,7 @@ class LoopEvents:
         handler.call_event = self.call_event
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Call our parts and all callbacks, as ``CallbackHandler.call_event``."""
+        """Handle an event, and call all callbacks as ``CallbackHandler.call_event`` does."""
         session = self._session
         with session.best.visible_in(session.trainer):
             if event == "on_save" and session.saver.defers_event(state.global_step):
@@ -61,11 +60,11 @@ class LoopEvents:
                 session.average.check_not_in_model()
             session.barrier.finish()
             if ShardingOption.FULL_SHARD in args.sharding:
-                drop_prefetched(session.trainer.model.parameters())  # Their weights are about to change.
+                drop_prefetched(session.trainer.model.parameters())  # The update changes their weights.
         elif event == "on_step_end":
             self._check_local(state)
             session.position.on_step_end(args, state)
-            # A callback of the user that saves when a step ends saves the average after that step.
+            # Before the callbacks, so that a save in a callback contains the average of this step.
             if session.average is not None:
                 session.average.on_step_end(state)
         elif event == "on_save":
@@ -88,7 +87,7 @@ class LoopEvents:
             session.signals.direct(event, control)
 
     def _check_local(self, state: Any) -> None:
-        """Stop at the second step if the end of the first one did not reach the save of the local tier.
+        """Check at the second step that the end of the first step could save to the local tier.
 
         Raises:
             EnvironmentMismatch: the same on every rank.
@@ -98,25 +97,25 @@ class LoopEvents:
             _raise_skipped(self._session.trainer, "the end of a step", [name])
 
     def _check_saved(self, args: Any, state: Any) -> None:
-        """Stop after the first save that was not ours.
+        """Check that this package did the save that has just ended.
 
         Raises:
             EnvironmentMismatch: the same on every rank.
         """
         session = self._session
         if state is not session.trainer.state:
-            return  # After an asynchronous save the event has the state of its step, also on a rank that ends alone.
+            return  # The deferred event of an asynchronous save, which has the state of its step.
         directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         skipped = [] if session.run.output.saved == directory else ["_save_checkpoint"]
         _raise_skipped(session.trainer, str(directory), skipped)
 
 
 def agree(session: Session, kind: str) -> None:
-    """Commit a save that all ranks have written, and find out whether a rank has got a signal.
+    """Advance a save whose current part all ranks have done, and learn whether any rank has received a signal.
 
     Args:
-        session: of the Trainer.
-        kind: of the step that ends.
+        session: the session of the Trainer.
+        kind: the kind of the step that ends.
     """
     saver, signals = session.saver, session.signals
     agreed = session.agreement.read()
@@ -131,13 +130,13 @@ def agree(session: Session, kind: str) -> None:
 
 
 def check_own_loop(session: Session) -> None:
-    """Refuse to train or save if the loop or the requested load is not the replaced method.
+    """Check that the training loop and the requested load went through the replaced methods.
 
     Args:
-        session: of a Trainer that trains, or that saves without having trained.
+        session: the session of a Trainer that trains, or that saves without having trained.
 
     Raises:
-        EnvironmentMismatch: with the methods that did not run.
+        EnvironmentMismatch: lists the methods that did not run.
     """
     expected = ("train", LOAD_METHOD, "_inner_training_loop")
     skipped = [name for name in expected if name not in session.run.ran]
@@ -156,12 +155,12 @@ def _raise_skipped(trainer: Any, where: str, skipped: Sequence[str]) -> None:
             f"{name} of paddleformers_fc did not run; the Trainer's own is {_definition(trainer, name)}"
             for name in skipped
         ],
-        next_step="Let the methods that a Trainer class overrides call super(). Delete checkpoints that such a run has "
-        "written: they are in another format.",
+        next_step="Call super() in every method that a Trainer class overrides. Delete checkpoints of such runs: they "
+        "are in another format.",
     )
 
 
 def _definition(trainer: Any, name: str) -> str:
-    """Return the class that defines a method of the Trainer."""
+    """Return the qualified name of a method in the class that defines it."""
     owner = next((one for one in type(trainer).__mro__ if name in vars(one)), type(trainer))
     return f"{owner.__module__}.{owner.__qualname__}.{name}"

@@ -1,9 +1,8 @@
-"""The library whose Trainer this process uses (``upstream.LIBRARY``), and what this package uses of it.
+"""The library whose Trainer this process uses (``upstream.LIBRARY``): PaddleFormers or PaddleNLP.
 
-Only this module imports the library for the others, and only when one of its names is asked for: ``save`` and ``load``
-also serve models of Paddle alone, and importing PaddleFormers takes longer than importing Paddle. Names of models are
-given once the table of :mod:`paddleformers_fc.upstream` has been checked. ``HOOKS`` is that table, and ``LOAD_METHOD``
-the method of the Trainer that is replaced to load a checkpoint.
+All other modules import names of the library from here. The library is imported when a name is first used, because
+``save`` and ``load`` also support plain Paddle models, and importing PaddleFormers takes longer than importing Paddle.
+Names of models are available only after the hooks in :mod:`paddleformers_fc.upstream` have been checked.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from paddleformers_fc.upstream.hooks import LIBRARIES, MODELS, PADDLENLP, TRAINE
 NAME, HOOKS = LIBRARIES[LIBRARY].name, TRAINERS[LIBRARY]
 IS_PADDLENLP = LIBRARY == PADDLENLP
 LOAD_METHOD = "_load_optimizer_and_scheduler" if IS_PADDLENLP else "_load_flex_checkpoint"
+"""The method of the Trainer that is replaced to load a checkpoint."""
 
-_BEFORE_THE_CHECK = {
+_UNCHECKED = {
     "trainer": ("PdArgumentParser", "Trainer", "TrainerCallback", "TrainerState", "TrainingArguments"),
     "trainer.trainer": ("PREFIX_CHECKPOINT_DIR", "ShardingOption"),
     "utils.log": ("logger",),
@@ -38,11 +38,11 @@ _MODELS = {
     "transformers.model_utils": ("get_parameter_dtype",),
     "utils.batch_sampler": ("DistributedBatchSampler", "MappingBatchSampler", "MappingDistributedBatchSampler"),
 }
-_HOME = {name: module for table in (_BEFORE_THE_CHECK, _MODELS) for module, names in table.items() for name in names}
+_HOME = {name: module for table in (_UNCHECKED, _MODELS) for module, names in table.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of the library, or the replacement of one that PaddleNLP lacks."""
+    """Import a name of the library, or its replacement if PaddleNLP lacks the name."""
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -75,18 +75,18 @@ def has_adapters(model: Any) -> bool:
 
 
 def is_a(name: str, value: Any) -> bool:
-    """Return whether a value is an instance of a class of the library. It is none where nothing has imported it."""
+    """Return whether a value is an instance of a class of the library; False if nothing has imported the library."""
     return LIBRARY in sys.modules and isinstance(value, __getattr__(name))
 
 
 def sharded_state_dict(model: Any) -> dict[str, Any]:
     """Return the shards of a model by name, as the model describes them.
 
-    A head that is the parameter of a whole embedding is described as whole. PaddleFormers' head describes its parameter
-    as a part under tensor parallelism, also after ``tie_weights`` has replaced it.
+    A head tied to an unsharded embedding is described as unsharded. PaddleFormers describes it as tensor-parallel, even
+    after ``tie_weights`` has replaced its parameter.
 
     Raises:
-        MappingError: a parameter of a model of PaddleNLP is cut without a stated axis.
+        MappingError: a PaddleNLP model shards a parameter without naming the axis.
     """
     if IS_PADDLENLP:
         from paddleformers_fc.trainer import nlp_models
@@ -94,19 +94,19 @@ def sharded_state_dict(model: Any) -> dict[str, Any]:
         return nlp_models.sharded_state_dict(model)
     found: dict[str, Any] = model.sharded_state_dict()
     weights = {name: weight for name, weight in found.items() if isinstance(weight, ShardedWeight)}
-    whole = {weight.local_tensor.name for weight in weights.values() if not _is_part(weight)}
-    replicated = {
-        name: _whole(name, weight.local_tensor)
+    unsharded = {weight.local_tensor.name for weight in weights.values() if not _is_sharded(weight)}
+    corrected = {
+        name: _unsharded(name, weight.local_tensor)
         for name, weight in weights.items()
-        if _is_part(weight) and weight.local_tensor.name in whole and not weight.local_tensor.is_distributed
+        if _is_sharded(weight) and weight.local_tensor.name in unsharded and not weight.local_tensor.is_distributed
     }
-    return found | replicated
+    return found | corrected
 
 
-def _is_part(weight: ShardedWeight) -> bool:
+def _is_sharded(weight: ShardedWeight) -> bool:
     return tuple(weight.local_shape) != tuple(weight.global_shape)
 
 
-def _whole(name: str, tensor: Any) -> Any:
+def _unsharded(name: str, tensor: Any) -> Any:
     shape = tuple(tensor.shape)
     return ShardedWeight(name, tensor, shape, shape, (0,) * len(shape))

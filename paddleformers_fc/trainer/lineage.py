@@ -1,11 +1,9 @@
-"""The runs that saved the checkpoints of an output directory.
+"""Which run saved which checkpoint of an output directory, and the parallel degrees of a run.
 
-A run has an id, which every manifest of it records together with the runs that it was resumed from. A restart that
-resumes the last checkpoint continues the run. A resume from an older step, or into another output directory, is a new
-run that branches from the old one. Then one directory contains checkpoints of both, and the newest one by its step may
-be of the old run. Both runs are therefore named in the log, at the branch and at every later automatic resume.
-
-The parallel degrees of a run, for readers of a manifest and of the log.
+Every manifest records the id of its run and the runs that it branches from. A restart that resumes the last checkpoint
+continues the run. A resume from an older step, or into another output directory, starts a new run that branches from
+the old one. An output directory may then contain checkpoints of both runs, and the newest step may belong to the old
+run. The log therefore names both runs, at the branch and at every later automatic resume.
 """
 
 from __future__ import annotations
@@ -27,23 +25,18 @@ from paddleformers_fc.storage.paths import parse_step
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """A finished checkpoint of an output directory.
-
-    Attributes:
-        step: optimizer steps done.
-        run: the run that saved it.
-    """
+    """The step and the run of a finished checkpoint."""
 
     step: int
     run: RunRecord
 
 
 class Seen(msgspec.Struct):
-    """The checkpoints that a rank has found.
+    """The checkpoints that are visible to a rank.
 
     Args:
-        names: of all that are visible to it, as those of :func:`.manifest.names_in`.
-        saved: those that the coordinator has read.
+        names: their names, see :func:`.manifest.names_in`.
+        saved: the finished ones; only on the coordinator, which reads their manifests.
     """
 
     names: list[str]
@@ -51,7 +44,7 @@ class Seen(msgspec.Struct):
 
 
 def new_run(branches: Sequence[Branch] = ()) -> RunRecord:
-    """Return the record of a run that begins now.
+    """Return the record of a new run.
 
     Args:
         branches: the runs that it branches from, first to last.
@@ -60,10 +53,10 @@ def new_run(branches: Sequence[Branch] = ()) -> RunRecord:
 
 
 def saved_in(places: Mapping[str, Path], channel: Channel) -> list[Saved]:
-    """Return the finished checkpoints in the directories of all ranks, by rising step.
+    """Return the finished checkpoints in the directories of all ranks, by ascending step.
 
     Args:
-        places: where the run saves, as for :func:`.manifest.names_in`.
+        places: the directories that the run saves to, as for :func:`.manifest.names_in`.
         channel: all ranks of the job; every rank must call.
     """
     everyone = all_gather_checked(channel, "looking for other runs", partial(look_for_runs, places, channel), Seen)
@@ -71,17 +64,17 @@ def saved_in(places: Mapping[str, Path], channel: Channel) -> list[Saved]:
 
 
 def look_for_runs(places: Mapping[str, Path], channel: Channel) -> Seen:
-    """Return the checkpoints that this rank finds, to warn of other runs; none where it cannot look."""
-    with suppress(StorageError):  # Only a warning depends on it; a save or a resume raises it.
+    """Return the checkpoints that are visible to this rank, for a warning; empty if a directory is unreadable."""
+    with suppress(StorageError):  # A later save or resume raises it.
         return look(places, channel)
     return Seen([])
 
 
 def look(places: Mapping[str, Path], channel: Channel) -> Seen:
-    """Return the checkpoints that this rank finds; the coordinator reads who has saved them.
+    """Return the checkpoints that are visible to this rank; the coordinator also reads which runs saved them.
 
     Raises:
-        StorageError: the operating system refused to look.
+        StorageError: the operating system denied access.
     """
     names = names_in(places)
     return Seen(names, read_saved(places, names) if channel.rank == 0 else [])
@@ -90,10 +83,10 @@ def look(places: Mapping[str, Path], channel: Channel) -> Seen:
 def saved_on_all(everyone: Sequence[Seen], places: Mapping[str, Path], channel: Channel) -> list[Saved]:
     """Return the finished checkpoints in the directories of all ranks, as :func:`saved_in`.
 
-    The first rank of another disk reads the manifests that the coordinator does not see, in an exchange of their own.
+    If the coordinator cannot see some checkpoints, the first ranks that can read the manifests, in one more exchange.
 
     Args:
-        everyone: what each rank has found.
+        everyone: the checkpoints that are visible to each rank.
         places: as for :func:`saved_in`.
         channel: all ranks of the job; every rank must call.
     """
@@ -105,13 +98,13 @@ def saved_on_all(everyone: Sequence[Seen], places: Mapping[str, Path], channel: 
     found = everyone[0].saved
     if any(readers.values()):
         own = [name for name, rank in readers.items() if rank == channel.rank != 0]
-        others = all_gather_checked(channel, "looking at other disks", lambda: read_saved(places, own), list[Saved])
+        others = all_gather_checked(channel, "reading other disks", lambda: read_saved(places, own), list[Saved])
         found = [*found, *(one for saved in others for one in saved)]
     return sorted(found, key=lambda one: (one.step, one.run.id))
 
 
 def read_saved(places: Mapping[str, Path], names: Iterable[str]) -> list[Saved]:
-    """Return the finished ones of some checkpoints of :func:`.manifest.names_in`, by rising step."""
+    """Return the finished ones among named checkpoints, by ascending step."""
     found: list[Saved] = []
     for path in (located(name, places) for name in names):
         with suppress(CheckpointError, StorageError):
@@ -121,14 +114,14 @@ def read_saved(places: Mapping[str, Path], names: Iterable[str]) -> list[Saved]:
     return sorted(found, key=lambda one: (one.step, one.run.id))
 
 
-def resumed(manifest: Manifest, saved: Sequence[Saved], here: bool, named: bool) -> tuple[RunRecord, str]:
-    """Return the record of a run that resumes a checkpoint, and a warning about other runs; normally none.
+def continue_or_branch(manifest: Manifest, saved: Sequence[Saved], here: bool, named: bool) -> tuple[RunRecord, str]:
+    """Return the record of a run that resumes a checkpoint, and a warning about other runs, which is normally empty.
 
     Args:
-        manifest: of the checkpoint.
-        saved: the checkpoints of the run's own output directory.
-        here: whether the checkpoint is in that directory.
-        named: whether a user named it.
+        manifest: the manifest of the checkpoint.
+        saved: the checkpoints in the output directory of this run.
+        here: whether the checkpoint is in this output directory.
+        named: whether a user named the checkpoint.
     """
     own = manifest.saved_by
     newer = [one for one in saved if one.step > manifest.step]
@@ -137,39 +130,39 @@ def resumed(manifest: Manifest, saved: Sequence[Saved], here: bool, named: bool)
     others = [one for one in saved if not _is_before(one, manifest)]
     if newer and named:
         return run, (
-            f"{_run(run)} begins at step {manifest.step} of {_run(own)}, and its output directory holds newer "
+            f"{_run(run)} begins at step {manifest.step} of {_run(own)}, and its output directory contains newer "
             f"checkpoints: {_listed(newer)}. Until {_run(run)} has saved a later step, resume_from_checkpoint: true "
-            f"resumes checkpoint-{newer[-1].step} of {_run(newer[-1].run)}. Name another output_dir to keep runs apart."
+            f"resumes checkpoint-{newer[-1].step} of {_run(newer[-1].run)}. Use another output_dir to keep runs apart."
         )
     if others and not newer:
         return run, (
-            f"The output directory holds checkpoints of several runs: {_listed(others)} beside "
+            f"The output directory contains checkpoints of several runs: {_listed(others)} next to "
             f"checkpoint-{manifest.step} of {_run(own)}, which is resumed. To resume another run, name its checkpoint "
-            "in resume_from_checkpoint; name another output_dir to keep runs apart."
+            "in resume_from_checkpoint. Use another output_dir to keep runs apart."
         )
     return run, ""
 
 
-def begun(run: RunRecord, saved: Sequence[Saved], output_dir: Path) -> str:
-    """Return a warning for a run from the beginning whose output directory holds checkpoints of others, or nothing."""
+def new_run_warning(run: RunRecord, saved: Sequence[Saved], output_dir: Path) -> str:
+    """Return a warning for a new run if its output directory contains checkpoints of other runs, else an empty text."""
     if not saved:
         return ""
     return (
-        f"{_run(run)} starts from the beginning, and {output_dir} holds checkpoints of others: {_listed(saved)}. Until "
-        f"this run has saved a later step, resume_from_checkpoint: true resumes checkpoint-{saved[-1].step} of "
-        f"{_run(saved[-1].run)}. Name another output_dir to keep runs apart."
+        f"{_run(run)} starts from the beginning, and {output_dir} contains checkpoints of other runs: "
+        f"{_listed(saved)}. Until this run has saved a later step, resume_from_checkpoint: true resumes "
+        f"checkpoint-{saved[-1].step} of {_run(saved[-1].run)}. Use another output_dir to keep runs apart."
     )
 
 
 def _is_before(one: Saved, manifest: Manifest) -> bool:
-    """Return whether a checkpoint belongs to the run that saved another one, or to a part of an older run before it."""
+    """Return whether a checkpoint is an ancestor of the manifest's checkpoint, or that checkpoint itself."""
     own = manifest.saved_by
     until = {branch.run: branch.step for branch in own.branches} | {own.id: manifest.step}
     return one.step <= until.get(one.run.id, -1)
 
 
 def _listed(saved: Sequence[Saved]) -> str:
-    """Return the steps by run: ``checkpoint-5, checkpoint-6 of run A; checkpoint-4 of run B``."""
+    """Return a text such as ``checkpoint-5, checkpoint-6 of run A; checkpoint-4 of run B``."""
     steps: dict[str, list[Saved]] = {}
     for one in saved:
         steps.setdefault(one.run.id, []).append(one)
@@ -202,9 +195,9 @@ def parallel_degrees(args: Any) -> dict[str, int]:
 
 
 def degrees_text(degrees: Mapping[str, int]) -> str:
-    """Return parallel degrees above one as text, such as ``tp=2 pp=2``; of a single rank ``dp=1``.
+    """Return parallel degrees above one as text, such as ``tp=2 pp=2``; ``dp=1`` for a single rank.
 
-    Empty where none are recorded, as in conversions of open weights.
+    The text is empty if no degrees are recorded, as in conversions of open weights.
     """
     text = " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
     return text or ("dp=1" if degrees else "")

@@ -158,7 +158,7 @@ def _search(session: Session) -> resume.Search:
         session.channel,
         session.warn_once,
         session.run.model.config,
-        documents.FOR_A_RESUME,
+        documents.RESUME_FILES,
         local_dir(session.args),
     )
 
@@ -190,7 +190,7 @@ def _begin_new_run(session: Session, saved: Sequence[lineage.Saved] | None = Non
     output_dir = Path(session.args.output_dir)
     session.run.record = lineage.new_run()
     saved = lineage.saved_in(_places(session), session.channel) if saved is None else saved
-    session.warn(lineage.begun(session.run.record, saved, output_dir))
+    session.warn(lineage.new_run_warning(session.run.record, saved, output_dir))
 
 
 def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
@@ -344,7 +344,7 @@ def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _Pre
     with _verifying():
         # Some stock Trainers do not save the configuration.
         opened = choice.opened or open_on_all_ranks(
-            directory, channel, args.flex_verify, consistency, lambda: model.config, documents.FOR_A_RESUME
+            directory, channel, args.flex_verify, consistency, lambda: model.config, documents.RESUME_FILES
         )
         choose_copies = partial(_with_copies, session, choice.named, opened)
         if opened.commit_record is None:
@@ -443,7 +443,7 @@ def _identify_run(session: Session, manifest: Manifest, choice: resume.Choice) -
     places, path = _places(session), choice.path
     here = isinstance(path, Path) and real_path(path.parent) in map(real_path, places.values())
     saved = choice.saved if choice.saved is not None else lineage.saved_in(places, session.channel)
-    session.run.record, text = lineage.resumed(manifest, saved, here, choice.named)
+    session.run.record, text = lineage.continue_or_branch(manifest, saved, here, choice.named)
     session.warn(text)
 
 

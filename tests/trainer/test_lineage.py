@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.storage.manifest import Branch, Manifest, RunRecord, read_manifest, write_manifest
-from paddleformers_fc.trainer.lineage import Saved, begun, new_run, resumed, saved_in
+from paddleformers_fc.trainer.lineage import Saved, continue_or_branch, new_run, new_run_warning, saved_in
 from tests.execute.simulated import succeed
 from tests.trainer.test_rotation import make_checkpoint
 
@@ -31,14 +31,14 @@ def test_two_runs_have_two_ids() -> None:
 
 
 def test_a_restart_from_the_last_checkpoint_continues_the_run() -> None:
-    assert resumed(manifest(6, A), saved(3, 6), here=True, named=False) == (A, "")
-    assert resumed(manifest(6, A), saved(3, 6), here=True, named=True) == (A, "")
-    assert resumed(manifest(5, B), [*saved(1, 3), *saved(4, 5, run=B)], here=True, named=False) == (B, "")
+    assert continue_or_branch(manifest(6, A), saved(3, 6), here=True, named=False) == (A, "")
+    assert continue_or_branch(manifest(6, A), saved(3, 6), here=True, named=True) == (A, "")
+    assert continue_or_branch(manifest(5, B), [*saved(1, 3), *saved(4, 5, run=B)], here=True, named=False) == (B, "")
 
 
 @pytest.mark.parametrize("own", [A, UNKNOWN])
 def test_a_branch_names_both_runs(own: RunRecord) -> None:
-    run, warning = resumed(manifest(3, own), saved(3, 6, run=own), here=True, named=True)
+    run, warning = continue_or_branch(manifest(3, own), saved(3, 6, run=own), here=True, named=True)
     assert run.branches == [Branch(own.id, 3)]
     assert run.id not in (own.id, "")
     assert f"run {run.id} " in warning
@@ -48,35 +48,35 @@ def test_a_branch_names_both_runs(own: RunRecord) -> None:
 
 
 def test_a_branch_of_a_branch_keeps_the_runs_before_it() -> None:
-    run, _ = resumed(manifest(4, B), [*saved(3), *saved(4, 5, run=B)], here=True, named=True)
+    run, _ = continue_or_branch(manifest(4, B), [*saved(3), *saved(4, 5, run=B)], here=True, named=True)
     assert run.branches == [Branch("A", 3), Branch("B", 4)]
 
 
 def test_the_next_automatic_resume_names_both_runs_whichever_is_newest() -> None:
     both = [*saved(3, 6), *saved(4, 5, run=B)]
-    run, warning = resumed(manifest(6, A), sorted(both, key=lambda one: one.step), here=True, named=False)
+    run, warning = continue_or_branch(manifest(6, A), sorted(both, key=lambda one: one.step), here=True, named=False)
     assert run == A
-    assert "checkpoint-4, checkpoint-5 of run B (from step 3 of A) beside checkpoint-6 of run A" in warning
-    run, warning = resumed(manifest(7, B), [*both, Saved(7, B)], here=True, named=False)
+    assert "checkpoint-4, checkpoint-5 of run B (from step 3 of A) next to checkpoint-6 of run A" in warning
+    run, warning = continue_or_branch(manifest(7, B), [*both, Saved(7, B)], here=True, named=False)
     assert run == B
-    assert "checkpoint-6 of run A beside checkpoint-7 of run B" in warning
+    assert "checkpoint-6 of run A next to checkpoint-7 of run B" in warning
 
 
 def test_another_output_directory_is_another_run_without_a_warning() -> None:
-    run, warning = resumed(manifest(3, A), [], here=False, named=True)
+    run, warning = continue_or_branch(manifest(3, A), [], here=False, named=True)
     assert run.branches == [Branch("A", 3)]
     assert warning == ""
 
 
 def test_newer_ones_that_an_automatic_resume_skips_are_another_run() -> None:
-    run, warning = resumed(manifest(3, A), saved(3, 6), here=True, named=False)
+    run, warning = continue_or_branch(manifest(3, A), saved(3, 6), here=True, named=False)
     assert run.branches == [Branch("A", 3)]
     assert warning == ""
 
 
 def test_a_run_from_the_beginning_warns_of_other_runs_in_its_directory(tmp_path: Path) -> None:
-    assert begun(A, [], tmp_path) == ""
-    assert "checkpoint-6 of run B" in begun(A, saved(4, 6, run=B), tmp_path)
+    assert new_run_warning(A, [], tmp_path) == ""
+    assert "checkpoint-6 of run B" in new_run_warning(A, saved(4, 6, run=B), tmp_path)
 
 
 def test_the_checkpoints_of_all_disks_are_known_to_every_rank(tmp_path: Path) -> None:

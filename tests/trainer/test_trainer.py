@@ -546,8 +546,8 @@ def test_a_run_from_the_beginning_warns_of_checkpoints_of_another_run(ranks: For
     first = ranks.run(f"{JOBS}:run", 1, given)
     run = read_manifest(tmp_path / "checkpoint-1").saved_by.id
     second = ranks.run(f"{JOBS}:run", 1, given)
-    assert "holds checkpoints of others" not in first.logs[0].read_text()
-    assert f"holds checkpoints of others: checkpoint-1 of run {run}" in second.logs[0].read_text()
+    assert "contains checkpoints of other runs" not in first.logs[0].read_text()
+    assert f"contains checkpoints of other runs: checkpoint-1 of run {run}" in second.logs[0].read_text()
 
 
 # ---- Optimizer states in buffers.
