@@ -1,16 +1,13 @@
 """Save on a signal: all ranks save at the same step and end.
 
-The signal handler only counts. At step ends the training threads agree whether any rank has got a signal
-(:mod:`~paddleformers_fc.distributed.step_agreement`), so a signal to one rank is enough. At the end of the step at
-which they know, after all callbacks, the loop is directed to save and to stop. When the loop has returned and saves are
-committed, the process ends with :data:`~paddleformers_fc.cpu_runtime.ranks.SAVED_ON_SIGNAL`.
+The signal handler only counts. At step ends the ranks agree whether any of them has received the signal
+(:mod:`~paddleformers_fc.distributed.step_agreement`), so a signal to one rank is enough. The loop then saves and stops
+at the end of the step. After all saves are committed, the process ends with
+:data:`~paddleformers_fc.cpu_runtime.ranks.SAVED_ON_SIGNAL`.
 
-Keep workers of data loaders alive when a signal is sent to the whole process group of a rank.
-
-``paddle.distributed.launch``, Slurm and terminals signal process groups. A rank that saves on the signal still needs
-the batches of its workers, and Paddle ends a rank whose worker was killed. Processes that :mod:`multiprocessing` forks
-therefore block the signal, and a thread of each receives it. A signal of the parent process ends the worker, as in
-Paddle's own handler. Any other is dropped while the parent is alive.
+Launchers and terminals send a signal to the process group, including data loader workers. The rank still needs their
+batches, and Paddle ends a rank whose worker was killed. So forked workers block the signal, and a thread in each
+handles it: a signal from the parent ends the worker, others are dropped while the parent is alive.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from paddleformers_fc.trainer.session import Session
 
 
 class WorkerShield:
-    """Shields the workers that are forked while it is up.
+    """Protects forked workers from a signal.
 
     Args:
         number: the signal.
@@ -40,42 +37,42 @@ class WorkerShield:
 
     def __init__(self, number: signal.Signals) -> None:
         self._number = number
-        self._is_up = True
-        util.register_after_fork(self, WorkerShield._shield)  # Python drops it with this object.
+        self._is_active = True
+        util.register_after_fork(self, WorkerShield._shield)  # A weak reference: it ends with this object.
 
-    def lower(self) -> None:
-        """Shield no further workers."""
-        self._is_up = False
+    def deactivate(self) -> None:
+        """Protect no further workers."""
+        self._is_active = False
 
     def _shield(self) -> None:
         """Run in a worker, before its own code."""
-        if not self._is_up:
+        if not self._is_active:
             return
         signal.pthread_sigmask(signal.SIG_BLOCK, {self._number})
         inherited = signal.getsignal(self._number)
-        threading.Thread(target=_take, args=(self._number, inherited), name="flex-shield", daemon=True).start()
+        threading.Thread(target=_wait_for_end, args=(self._number, inherited), name="flex-shield", daemon=True).start()
 
 
-def _take(number: signal.Signals, inherited: int | Callable[..., object] | None) -> None:
-    """Take the signals of a worker, on a thread."""
+def _wait_for_end(number: signal.Signals, inherited: int | Callable[..., object] | None) -> None:
+    """End the worker at a signal from its parent, or at any after the end of its parent."""
     parent = os.getppid()
     while signal.sigwaitinfo({number}).si_pid != parent == os.getppid():
         pass
     if signal.getsignal(number) == inherited:
         os._exit(0)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # The worker has a handler of its own, which runs now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # The worker has its own handler: run it.
     os.kill(os.getpid(), number)
 
 
 @contextmanager
 def listening(session: Session) -> Iterator[None]:
-    """Context manager around the training loop, in which the signal is handled unless ``flex_save_on_signal`` is off.
+    """Context manager around the training loop that handles the signal of ``flex_save_on_signal``.
 
-    A process whose loop does not run in the main thread gets no signal; it saves when other ranks get one. When the
-    loop has returned, and its saves are committed, the process ends if the loop was stopped.
+    If the loop does not run in the main thread, this process cannot handle signals, but saves when another rank
+    receives one.
 
     Raises:
-        SystemExit: with :data:`.SAVED_ON_SIGNAL`.
+        SystemExit: with :data:`.SAVED_ON_SIGNAL`, after a signal has stopped the loop and all saves are committed.
     """
     name = save_signal(session.args)
     if name is None:
@@ -97,14 +94,14 @@ def listening(session: Session) -> Iterator[None]:
 
 
 class SignalWatch:
-    """Follows a signal through one training loop.
+    """Handles a signal during one training loop.
 
     Args:
         number: the signal.
 
     Attributes:
-        listens: whether this process takes the signal.
-        received: how often it has got it.
+        listens: whether this process handles the signal.
+        received: how often it has received the signal.
     """
 
     def __init__(self, number: signal.Signals) -> None:
@@ -117,17 +114,17 @@ class SignalWatch:
         self._is_due = False
 
     def listen(self) -> None:
-        """Install the handler, on the main thread."""
+        """Install the handler. Call it on the main thread."""
         self._shield = WorkerShield(self._number)
         self._former = signal.signal(self._number, self._receive)
         self.listens = True
 
     def direct(self, event: str, control: Any) -> None:
-        """Direct a loop that has to stop: one save at the end of the step, and nothing else before it ends.
+        """If a signal is due, let the loop save at the end of the step and then stop, without any evaluation.
 
         Args:
-            event: of the loop, after all callbacks.
-            control: of the Trainer.
+            event: the event of the loop, after all callbacks have run.
+            control: the Trainer's control, which is changed.
         """
         if not self._is_due or event not in ("on_step_end", "on_epoch_end"):
             return
@@ -139,16 +136,16 @@ class SignalWatch:
             control.should_save_hf = False
 
     def end(self) -> None:
-        """Restore the former handler when the loop has ended."""
+        """Restore the former handler."""
         if signal.getsignal(self._number) == self._receive:
             signal.signal(self._number, signal.SIG_DFL if self._former is None else self._former)
         if self._shield is not None:
-            self._shield.lower()
+            self._shield.deactivate()
         if self.received and not self._is_due:
-            logger.warning(f"{self._number.name} has not saved: training ended before a step was agreed on.")
+            logger.warning(f"No save on {self._number.name}: training ended before the ranks agreed on a step.")
 
     def leave_if_saved(self, step: int) -> None:
-        """End the process if the loop was stopped, and its saves are committed.
+        """End the process if the signal has stopped the loop.
 
         Raises:
             SystemExit: with :data:`.SAVED_ON_SIGNAL`.
@@ -158,15 +155,15 @@ class SignalWatch:
             raise SystemExit(SAVED_ON_SIGNAL)
 
     def become_due(self) -> None:
-        """Have the loop save and stop at the end of this step: any rank has got the signal."""
+        """Let the loop save and stop at the end of this step: some rank has received the signal."""
         if not self._is_due:
-            logger.warning(f"{self._number.name}: training is saved at the end of this step, and ends.")
+            logger.warning(f"{self._number.name}: training saves at the end of this step, and ends.")
         self._is_due = True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle the signal: no lock and no log line, because the code that it interrupts may be in one."""
+        """Count the signal. Take no lock and log nothing: the interrupted code may hold the lock."""
         if os.getpid() != self._process:
-            signal.signal(number, signal.SIG_DFL)  # A forked process that is not shielded ends.
+            signal.signal(number, signal.SIG_DFL)  # An unprotected forked process: end it.
             os.kill(os.getpid(), number)
             return
         self.received += 1

@@ -1,4 +1,4 @@
-"""What this package keeps of one Trainer, split by subject, and helpers of all replaced methods."""
+"""The state that this package keeps per Trainer, and helpers of the replaced methods."""
 
 from __future__ import annotations
 
@@ -30,56 +30,56 @@ from paddleformers_fc.trainer.tiers import Tier
 from paddleformers_fc.trainer.uploads import Uploads
 
 Native = Callable[..., Any]
-"""A method of PaddleFormers' own."""
+"""The original of a replaced method, bound to the Trainer."""
 
 SESSION = "_flex_session"
-"""Our attribute of a Trainer, for its :class:`Session`."""
+"""The attribute of a Trainer that contains its :class:`Session`."""
 WAITING = "_pp_data_buffer"
-"""PaddleFormers' attribute for the batches that a pipeline has taken and not trained."""
+"""PaddleFormers' attribute for batches that a pipeline has read and not trained yet."""
 
 _SHARED_OPTIONS = ("aoa_config", "ignore_load_lr_and_optim", "ignore_save_lr_and_optim", "ignore_data_skip")
-"""PaddleFormers' options that decide what is saved and loaded; they must be equal on all ranks."""
+"""PaddleFormers' options that change what is saved and loaded, and must be equal on all ranks."""
 
 
 class Saver(Protocol):
-    """Saves checkpoints of a Trainer, in its steps or beside them. Every rank must call every method.
+    """Saves checkpoints of a Trainer, blocking or asynchronously. Every rank must call every method.
 
     Attributes:
-        under_way: the part of a save that all ranks do; None if there is none.
-        is_done: whether this rank has done it.
+        under_way: the current phase of a pending save; None if there is none.
+        is_done: whether this rank has finished that phase.
     """
 
     @property
     def under_way(self) -> object:
-        """Return what the ranks do."""
+        """Return the current phase."""
 
     @property
     def is_done(self) -> bool:
-        """Return whether this rank has done it."""
+        """Return whether this rank has finished it."""
 
     def save(self, session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
-        """Save the present step.
+        """Save the current step.
 
         Args:
-            session: of the Trainer; its state names the best checkpoint.
-            metrics: those of an evaluation at this step.
+            session: the session; the Trainer's state names the best checkpoint.
+            metrics: metrics of an evaluation at this step.
             tier: where to save.
 
         Raises:
-            FlexError: the same on every rank; the previous checkpoints are untouched.
+            FlexError: the same on every rank; previous checkpoints are unchanged.
         """
 
     def advance(self, session: Session) -> None:
-        """Exchange what the ranks have done, and begin the next part of a save."""
+        """Exchange the results of a phase, and begin the next one."""
 
     def report(self) -> None:
         """Report a save that has ended at this step."""
 
     def finish(self, session: Session) -> None:
-        """Wait until the save under way is committed."""
+        """Wait until the pending save is committed."""
 
     def draining(self, session: Session) -> AbstractContextManager[None]:
-        """Context manager around the training loop; at its end every save is committed."""
+        """Context manager around the training loop that commits every save before it exits."""
 
     def defers_event(self, step: int) -> bool:
         """Return whether ``on_save`` of a step is called later, when its save is committed."""
@@ -92,10 +92,10 @@ class Loaded:
     Args:
         directory: the checkpoint.
         manifest: its manifest.
-        changes: differences of the model's configuration from that in the checkpoint.
-        progress: the Trainer's state in it; None if it is not continued.
-        generators: the document of this process's random generators; None if it has none.
-        stored_states: names in the live model of the stored optimizer states.
+        changes: differences between the configurations of model and checkpoint.
+        progress: the Trainer's state in it; None if the run does not continue it.
+        generators: the state of this process's random generators as JSON; None if there is none.
+        stored_states: the stored optimizer states, by their names in the live model.
     """
 
     directory: AnyPath
@@ -108,19 +108,19 @@ class Loaded:
 
 @dataclass
 class Run:
-    """The run of one call of ``train``.
+    """The state of one call of ``train``.
 
     Args:
-        model: the description of the live model when it began or was filled; empty before training.
+        model: the description of the live model when training began or it was loaded; empty before training.
         ran: names of the replaced methods that have run since; see :mod:`.events`.
-        chosen: the checkpoint to resume; None in a run from the beginning. The native methods pass its path on as text,
-            which lacks the password of a URL.
-        loaded: what was loaded from it; None before, and in a run from the beginning.
+        chosen: the checkpoint to resume; None in a new run. The native methods pass its path as text, without the
+            password of a URL.
+        loaded: what was loaded from it; None before the load, and in a new run.
         record: identifies the run in its checkpoints; None before training.
-        output: what was saved in ``output_dir``.
-        local: what was saved under ``flex_local_dir``; None without it.
+        output: the saves in ``output_dir``.
+        local: the saves in ``flex_local_dir``; None without it.
         begun: the step at which the loop began.
-        warned: warnings that are logged once.
+        warned: subjects of warnings that were logged and are not repeated.
     """
 
     model: ModelDescription = field(default_factory=lambda: ModelDescription({}))
@@ -135,31 +135,31 @@ class Run:
 
     @property
     def progress(self) -> TrainingProgress | None:
-        """The Trainer's state that is continued; None if there is none."""
+        """The Trainer's state that the run continues; None if there is none."""
         return None if self.loaded is None else self.loaded.progress
 
 
 @dataclass
 class Session:
-    """The parts of this package that belong to one Trainer.
+    """The state of this package for one Trainer.
 
     Args:
         trainer: the Trainer.
         figures: sends figures of saves and loads to reporters.
-        position: follows the position in the data.
-        barrier: the reads of live tensors that the next update waits for.
-        agreement: of the ranks at step ends.
+        position: tracks the position in the data.
+        barrier: the pending reads of live tensors, for which the next update waits.
+        agreement: the agreement of the ranks at step ends.
         saver: saves checkpoints.
         average: the moving average of the weights; None without one.
         uploads: uploads checkpoints; None without ``flex_upload``.
-        receive: gets the weights, on the first rank; None without ``flex_stream``.
-        run: of the last call of ``train``.
+        receive: the function of ``flex_stream``, on the first rank; None without it.
+        run: the last call of ``train``.
         best: hides the name of the best checkpoint from PaddleFormers' loop.
-        signals: follows the signal of ``flex_save_on_signal``, a :class:`.save_on_signal.SignalWatch`; None outside of
-            a loop, and without the option.
+        signals: the :class:`.save_on_signal.SignalWatch` of ``flex_save_on_signal``; None outside a loop, and without
+            the option.
         has_trained: whether the loop has run before; it may have left an unfinished step.
-        reference: contents of the reference model of preference training; None before they are needed.
-        tokenizer_files: the files of the tokenizer, kept between saves.
+        reference: contents of the reference model of preference training; None before the first save.
+        tokenizer_files: the files of the tokenizer, cached between saves.
     """
 
     trainer: Any
@@ -189,7 +189,7 @@ class Session:
         return channel_of(self.args)
 
     def warn(self, text: str, lines: Iterable[str] = ()) -> None:
-        """Log a warning and the lines that it lists on every node; nothing if the text is empty."""
+        """Log a warning, followed by a list, once per node; do nothing if the text is empty."""
         if text and self.args.should_log:
             logger.warning(text + "".join(f"\n  - {line}" for line in lines))
 
@@ -217,12 +217,12 @@ class Session:
         self.figures.loaded(report)
 
     def settle_weights(self) -> None:
-        """Leave weights where they are filled, and nothing that the next pass would use in their place."""
+        """Wait for pending transfers of weights, and release gathered copies that the next pass would use instead."""
         live_roles.wait_for_weights(self.args)
         live_roles.release_full_parameters(self.trainer.model)
 
     def check_optimizer(self) -> None:
-        """Refuse an optimizer whose states cannot be saved, unless they are not to be saved.
+        """Check that the optimizer's states can be saved, unless the run does not save them.
 
         Raises:
             OptionError: see :func:`.optimizers.check_supported`.
@@ -242,7 +242,7 @@ def channel_of(args: Any) -> Channel:
 
 
 def step_agreement_of(channel: Channel) -> StepAgreement:
-    """Return what the loops of a Trainer agree with at step ends."""
+    """Return the agreement of the ranks at step ends for the loops of a Trainer."""
     return StepAgreement(channel, channel.liveness if isinstance(channel, Communicator) else None)
 
 
@@ -252,11 +252,11 @@ def read_options(args: Any) -> ReadOptions:
 
 
 def session_of(trainer: Any) -> Session:
-    """Return the session that :func:`.startup.init_trainer` has begun.
+    """Return the session that :func:`.startup.init_trainer` has created.
 
     Raises:
         OptionError: the Trainer does not use this package.
-        EnvironmentMismatch: it was constructed without the option, or its class goes around the constructor.
+        EnvironmentMismatch: the Trainer was constructed without the option, or its class bypasses the constructor.
     """
     session: Session | None = getattr(trainer, SESSION, None)
     if session is None and not is_active(trainer.args):

@@ -1,16 +1,15 @@
-"""Stacks of experts under ``using_sonic_moe``, in which rows of gate and up alternate once training has begun.
+"""Expert stacks under ``using_sonic_moe``, whose rows of gate and up alternate during training.
 
-PaddleFormers 1.2.0 loads gate above up and makes their rows alternate when training begins, unless the output directory
-contains a checkpoint. It does so twice in a run that resumes from another directory, and never in a new run beside
-older checkpoints. The callback :class:`.callback.AlternateOnce` does it in its place, unless the weights are those of a
-checkpoint.
+PaddleFormers 1.2.0 loads gate above up, and interleaves their rows at the start of training unless ``output_dir``
+contains a checkpoint. So it interleaves twice if a run resumes from another directory, and never if a new run starts
+next to older checkpoints. :class:`.callback.AlternateOnce` replaces this: it interleaves weights that do not come from
+a checkpoint.
 
-PaddleFleet's Trainer has another callback, :data:`SWITCH`: rows alternate from the beginning of a step to its update.
-Between steps, and so in checkpoints, the stacks are those of a model without the option. Nothing is done here then, and
-asynchronous saves end before the passes (:mod:`.startup`).
+PaddleFleet's callback :data:`SWITCH` interleaves rows from the beginning of each step to its update. Checkpoints then
+contain the stacks of a model without the option, so this module does nothing. Asynchronous saves finish reading before
+the passes (:mod:`.startup`).
 
-A row of gate and the following row of up are described as one row of twice the length. The memory is the same, and gate
-and up of an expert are one box each.
+A row of gate and the next row of up are described as one row of twice the length, without copying.
 """
 
 from __future__ import annotations
@@ -32,29 +31,29 @@ from paddleformers_fc.upstream import uses
 _OPTION = "using_sonic_moe"
 _NATIVE = "InterleaveGateUpCallback"
 SWITCH = "SonicMoELayoutSwitchCallback"
-_MARK = "_flex_experts_alternate"
+_INTERLEAVED = "_flex_experts_alternate"
 BETWEEN_STEPS = {_OPTION: False, "moe_expert_fusion": True}
-"""The description of a model with the option whose stacks are switched in every step."""
+"""The configuration between steps of a model whose rows are interleaved in every step."""
 
 
 def is_switched() -> bool:
-    """Return whether the library's Trainer changes the order of rows in every step, and not once."""
+    """Return whether the library's Trainer interleaves rows in every step, instead of once."""
     return uses(library.Trainer.train, SWITCH)
 
 
 def alternates(model: Any) -> bool:
     """Return whether rows of gate and up alternate in the stacks of a live model."""
-    return bool(getattr(unwrap_model(model), _MARK, False))
+    return bool(getattr(unwrap_model(model), _INTERLEAVED, False))
 
 
 def described_rows(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
-    """Describe the stacks of a model in which rows alternate; other weights are returned as they are.
+    """Describe pairs of alternating rows in expert stacks as one row; other weights are returned unchanged.
 
     Args:
         model: the model as it was built, or a wrapper of it.
         weights: its ``ShardedWeight`` by name.
     Raises:
-        MismatchError: a stack is not one of whole experts.
+        MismatchError: a stack contains only a part of an expert.
     """
     if not alternates(model):
         return weights
@@ -65,37 +64,38 @@ def _paired(name: str, weight: Any) -> Any:
     ranges = weight.local_shape, weight.global_shape, weight.global_offset
     if any(len(one) != 2 or one[0] % 2 for one in ranges) or weight.local_shape[1] != weight.global_shape[1]:
         raise MismatchError(
-            "Rows of gate and up of an expert do not lie on one rank.",
+            "Rows of gate and up of an expert are on different ranks.",
             where=name,
             evidence=[f"shape {list(weight.local_shape)} of {list(weight.global_shape)}"],
             next_step=f"Remove {_OPTION}, or train with PaddleFormers 1.2.0 and PaddleFleet 0.3.0.",
         )
-    local, whole, offset = ((rows // 2, 2 * width) for rows, width in ranges)
-    return ShardedWeight(name, weight.local_tensor, local, whole, offset)
+    local_shape, global_shape, offset = ((rows // 2, 2 * width) for rows, width in ranges)
+    return ShardedWeight(name, weight.local_tensor, local_shape, global_shape, offset)
 
 
 @contextmanager
 def filled_from_run(trainer: Any) -> Iterator[None]:
-    """Return a block that fills the model from a checkpoint of a run, in which rows alternate."""
+    """Context manager around a load from a checkpoint of a run, in which rows alternate."""
     model = unwrap_model(trainer.model)
     before = alternates(model)
     if getattr(trainer.args, _OPTION, False) and not is_switched():
-        setattr(model, _MARK, True)
+        setattr(model, _INTERLEAVED, True)
     try:
         yield
     except BaseException:
-        setattr(model, _MARK, before)
+        setattr(model, _INTERLEAVED, before)
         raise
 
 
 def check_supported(trainer: Any, config: dict[str, Any]) -> None:
-    """Refuse models whose stacks would alternate without a declaration.
+    """Check that the model supports ``using_sonic_moe``, if its rows would alternate.
 
     Args:
         trainer: the Trainer, with its model.
         config: the described configuration of the model.
     Raises:
-        OptionError: the model has adapters, was built without the option, or its family declares no such stacks.
+        OptionError: the model has adapters, was built without the option, or its family does not declare alternating
+            rows.
     """
     if (
         not getattr(trainer.args, _OPTION, False)
@@ -104,7 +104,7 @@ def check_supported(trainer: Any, config: dict[str, Any]) -> None:
     ):
         return
     if has_adapters(trainer.model):
-        why = "adapters are not supported beside it"
+        why = "adapters are not supported with it"
     elif not config.get(_OPTION):
         why = "the model was built without it"
     elif not is_known(config) or ALTERNATES not in family_keys(family_for(config)):
@@ -120,7 +120,7 @@ def check_supported(trainer: Any, config: dict[str, Any]) -> None:
 
 
 def alternate_before_training(trainer: Any) -> None:
-    """Make rows of gate and up alternate unless they do, in place of PaddleFormers' callback, which is stopped.
+    """Interleave rows of gate and up once, and disable PaddleFormers' own callback for it.
 
     Raises:
         EnvironmentMismatch: this PaddleFormers has no such callback.
@@ -137,9 +137,9 @@ def alternate_before_training(trainer: Any) -> None:
         for name, tensor in model.state_dict().items():
             if _is_stack(name):
                 found[-1].interleave_gate_up_proj(tensor)
-        setattr(model, _MARK, True)
+        setattr(model, _INTERLEAVED, True)
     for native in found:
-        native.resume_from_checkpoint = _MARK  # A value other than None stops it.
+        native.resume_from_checkpoint = _INTERLEAVED  # Any value other than None disables it.
 
 
 def _is_stack(name: str) -> bool:

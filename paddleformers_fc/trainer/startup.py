@@ -1,6 +1,6 @@
-"""The construction of a Trainer, and the checks before its first step.
+"""Set up a Trainer when it is constructed, and check its run before the first step.
 
-An unsupported run is refused before hours of training.
+A run that could not be saved fails here, instead of after hours of training.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ from paddleformers_fc.trainer.uploads import Uploads
 from paddleformers_fc.upstream.hooks import LIBRARIES
 
 _CHANGE_WEIGHTS = {"FP8QuantWeightCallback", sonic_moe.SWITCH}
-"""Callbacks of a library that keep quantized weights alone, or move values, during the passes."""
+"""Callbacks of a library that quantize weights, or move their values, during the passes."""
 
 
 def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> None:
-    """``Trainer.__init__``: afterwards the model exports through us and the loop is followed.
+    """``Trainer.__init__``: then check the model, create the session, and replace ``model.save_pretrained``.
 
     Raises:
-        OptionError: the model or the optimizer is one whose checkpoints are not supported, or another loader has set
-            the model's weights.
+        OptionError: checkpoints of the model or the optimizer are not supported, or another loader has filled the
+            model.
         MappingError: no family declares the model, and the statements of its class do not map it.
     """
     given = (*args, *kwargs.values())
@@ -124,7 +124,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
 
 
 def _check_own_arguments(arguments: Any) -> None:
-    """Refuse arguments with a ``flex_checkpoint`` of their own, which was not compared with the others."""
+    """Check that the arguments have our fields, and not only their own ``flex_checkpoint``, which was not checked."""
     if not isinstance(arguments, FlexFields):
         raise OptionError(
             "flex_checkpoint: true is set in training arguments that lack the other options of paddleformers_fc.",
@@ -143,26 +143,26 @@ def _check_declared(trainer: Any) -> None:
         )
     described = describe_model(model)
     if described.rules is None:
-        family_for(described.config)  # Refuses a model that could not be saved after hours of training.
+        family_for(described.config)  # Raises for undeclared models.
     sonic_moe.check_supported(trainer, dict(described.config))
     check_ties(live_roles.model_roles(model)[MODEL_STATE], described)
 
 
 def _check_mapped(model: Any) -> None:
-    """Refuse adapters of layers that the family does not declare."""
+    """Check that the family declares all layers that have adapters."""
     if isinstance(model, LoRAModel):
         model_rules(describe_model(model), describe_roles(live_roles.model_roles(model))[MODEL_STATE])
 
 
 def _passes_change_weights(trainer: Any) -> bool:
-    """Return whether the passes receive parameters, or release weights."""
+    """Return whether forward or backward passes receive or change weights."""
     kinds = {kind.__name__ for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
     return live_roles.receives_in_passes(trainer.args) or not kinds.isdisjoint(_CHANGE_WEIGHTS)
 
 
 # ---- Before the first step.
 
-_OF_A_NODE = frozenset(
+_NODE_OPTIONS = frozenset(
     {
         "dataloader_num_workers",
         "device",
@@ -182,7 +182,7 @@ _OF_A_NODE = frozenset(
         "wandb_http_proxy",
     }
 )
-"""Options that may differ between nodes: paths, logging, and options of one process alone."""
+"""Options that may differ between nodes: paths, logging, and options of a single process."""
 
 _PACKAGES = (*LIBRARIES, "paddleformers_fc")
 
@@ -190,18 +190,17 @@ _PACKAGES = (*LIBRARIES, "paddleformers_fc")
 def check(session: Session, model: ModelDescription) -> str:
     """Compare versions, options and model configuration across ranks, test every disk, and claim the local tier.
 
-    A node with another package version, another YAML or a read-only disk would be found by the first save, after hours,
-    or not at all. With this check every rank raises one error within a second of the start of training. Cost: one
-    exchange, and one directory made and deleted per rank and tier; two more exchanges to claim a local tier.
+    Every rank must call. Cost: one exchange, and one directory that is created and deleted per rank and tier; two more
+    exchanges to claim a local tier.
 
     Args:
-        session: of a Trainer that is about to train; every rank must call.
+        session: the session of a Trainer that is about to train.
         model: the description of its model.
     Returns:
         the id of the local tier; empty without one.
     Raises:
         PeerError: the same on every rank: a table of the differences, with values and ranks.
-        StorageError: the same on every rank: the output directories that cannot be written, with their ranks.
+        StorageError: the same on every rank: the output directories that are not writable, with their ranks.
         MismatchError: see :func:`.reference.check_alike`.
         OptionError: see :func:`.tiers.claim`.
     """
@@ -212,40 +211,40 @@ def check(session: Session, model: ModelDescription) -> str:
         **dict(_options(args)),
     }
 
-    def work() -> tiers.Known:
+    def check_own() -> tiers.Known:
         for directory in (Path(args.output_dir), local):
             if directory is not None:
                 check_writable(directory)
-        # PaddleFormers' preference training sets it after Trainer.__init__.
+        # Not in init_trainer: PaddleFormers sets the reference model after Trainer.__init__.
         reference.check_no_updates(trainer)
-        if not session.has_trained:  # Afterwards the model differs from a reference model.
+        if not session.has_trained:  # A trained model differs from its reference model.
             reference.check_alike(reference.model_of(trainer), trainer.model)
         return tiers.known_tier(args, session.channel.rank)
 
     consistency = ConsistencyCheck("starting the training", facts)
-    known = all_gather_checked(session.channel, "checking the training", work, tiers.Known, consistency)
+    known = all_gather_checked(session.channel, "checking the training", check_own, tiers.Known, consistency)
     return "" if local is None else tiers.claim(args, session.channel, known)
 
 
 def _check_disks(args: Any) -> None:
-    """Test every output disk of a job on several nodes; every rank must call, before its Trainer is made.
+    """Check that every output disk of a job on several nodes is writable. Every rank must call.
 
-    PaddleFormers makes the output directory on rank 0 alone, where a failure would leave all other ranks waiting.
+    Call it before the Trainer is constructed: PaddleFormers creates the output directory on rank 0 only, where a
+    failure would leave all other ranks waiting.
 
     Raises:
-        StorageError: the same on every rank: the output directories that cannot be written, with their ranks.
+        StorageError: the same on every rank: the output directories that are not writable, with their ranks.
     """
     if on_several_nodes():
         run_on_all(channel_of(args), "testing the output directory", lambda: check_writable(Path(args.output_dir)))
 
 
 def _options(args: Any) -> Iterator[tuple[str, object]]:
-    """Return the options of PaddleFormers and of this package that must be equal on all ranks; not those of a user's
-    class."""
+    """Yield the options that must be equal on all ranks: PaddleFormers' and ours, without those of a user's class."""
     for kind in type(args).__mro__:
         if kind.__module__.partition(".")[0] in _PACKAGES:
             for name in vars(kind).get("__dataclass_fields__", {}):
-                if name not in _OF_A_NODE:
+                if name not in _NODE_OPTIONS:
                     yield name, _plain(getattr(args, name))
     yield (
         "resume_from_checkpoint",
@@ -254,7 +253,7 @@ def _options(args: Any) -> Iterator[tuple[str, object]]:
 
 
 def _plain(value: object) -> object:
-    """Return a value that is the same text in every process; the type of one that is not."""
+    """Return a value that has the same text in every process; for other values the name of their type."""
     if isinstance(value, Enum):
         return _plain(value.value)
     if isinstance(value, dict):

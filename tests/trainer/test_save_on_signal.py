@@ -110,7 +110,7 @@ def test_a_shielded_worker_ends_if_its_parent_ends_it(tmp_path: Path, handles: b
     shield = WorkerShield(signal.SIGTERM)
     worker = multiprocessing.get_context("fork").Process(target=wait_to_be_ended, args=(tmp_path, handles))
     worker.start()
-    shield.lower()
+    shield.deactivate()
     wait_for_file(tmp_path / "waiting")
     subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # Not the parent.
     pause()
