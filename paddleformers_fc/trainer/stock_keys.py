@@ -1,11 +1,11 @@
-"""The keys that PaddleFormers' command line accepts, with their types, words and defaults, as its own parser has them.
+"""A cached table of the keys, types, choices and defaults of PaddleFormers' command line.
 
-An unknown key or a wrong value fails in every rank, after half a minute of imports. A process of its own therefore
-imports the parser once and writes the table to the user's cache; whoever checks settings reads the table. A file of the
-cache belongs to the source of PaddleFormers' arguments, of PaddleFleet and of this module, whatever their versions are.
-In the ranks the parser is there already (:func:`describe`).
+An unknown key or an invalid value would fail only in the ranks, after half a minute of imports. So a child process
+imports PaddleFormers' parser once and writes the table to the user's cache, and later checks read it there. The cache
+key covers the sources of PaddleFormers' arguments and of this module, and the path of PaddleFleet. Ranks have imported
+the parser anyway and use :func:`describe`.
 
-Time: 5 s for a new table, 1 ms for one that is cached.
+Time: 5 s to build a table, 1 ms to read a cached one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SOURCES = (
     "transformers/configuration_utils.py",
 )
 _ENUMERATIONS = {"lr_scheduler_type": "SchedulerType", "optim": "OptimizerNames", "sharding": "ShardingOption"}
-"""Keys whose text PaddleFormers converts to members of these classes, which its parser does not know."""
+"""Keys that PaddleFormers converts to these enumerations after parsing; its parser does not know their values."""
 
 _WORDS = {
     "stage": ("SFT", "PT", "DPO", "VL-SFT", "VL-PT", "VL-DPO", "dsv3_pretrain", "ernie_pretrain", "auto-parallel"),
@@ -50,22 +50,22 @@ _WORDS = {
 
 _ANY_CASE, _SEVERAL = "fine_tuning", "sharding"
 _ALSO_SWITCHES = ("resume_from_checkpoint", _SEVERAL)
-"""Texts in place of which PaddleFormers accepts true and false."""
+"""Text keys for which PaddleFormers also accepts true and false."""
 
 _ANY, _NULL = "", type(None)
 _MEANING = {"int": "a whole number", "float": "a number", "strtobool": "true or false", "str": "text"}
-"""Converters of the parser, and the values that they mean."""
-_REFUSED = {
+"""The parser's converters, and descriptions of their values for messages."""
+_REJECTED = {
     "int": (str, bool, float, _NULL),
     "float": (str, bool, _NULL),
     "strtobool": (str,),
     "str": (bool,),
 }
-"""The types of values that every rank refuses, or that silently mean something else, such as the text ``false``."""
+"""The types of values that PaddleFormers rejects or silently misreads, such as the text ``false`` for a switch."""
 
 ADVICE = (
-    "Write numbers, true and false without quotes, and texts such as no with them: YAML reads no as false. In a YAML "
-    'file a number with an exponent needs a dot and a sign, such as 1.0e-5. sharding: "" is none.'
+    "Write numbers, true and false without quotes, and texts such as no with quotes: YAML reads no as false. In a YAML "
+    'file a number with an exponent needs a dot and a sign, such as 1.0e-5. sharding: "" means none.'
 )
 
 
@@ -73,9 +73,9 @@ class StockKey(msgspec.Struct, frozen=True, omit_defaults=True):
     """A key of PaddleFormers.
 
     Args:
-        kind: a key of :data:`_MEANING`; empty if values of any kind are left to PaddleFormers.
-        words: the texts that are accepted; empty for any.
-        default: the value of a missing key, if it is one of YAML's scalars.
+        kind: a key of :data:`_MEANING`; empty if values are not checked here.
+        words: the accepted texts; empty for any.
+        default: the value of a missing key, if it is a YAML scalar.
     """
 
     kind: str = _ANY
@@ -83,7 +83,7 @@ class StockKey(msgspec.Struct, frozen=True, omit_defaults=True):
     default: bool | int | float | str | None = None
 
     def fault(self, key: str, value: Any, is_extended: bool) -> str:
-        """Return what is wrong with a value of this key; empty if nothing is."""
+        """Return the fault of a value of this key; empty if it is valid."""
         text = repr(value) if isinstance(value, str | list) else spelled(value)
         if self.words and not is_extended:
             if self._is_word(key, value):
@@ -91,7 +91,7 @@ class StockKey(msgspec.Struct, frozen=True, omit_defaults=True):
             meant = likely_meant(str(value), self.words)
             return f"{text} is none of {', '.join(self.words)}{meant and f'; {meant}'}"
         is_absent = self.default is None and value in (None, False)
-        if type(value) not in _REFUSED.get(self.kind, ()) or is_absent or text.lower() == "'true'":
+        if type(value) not in _REJECTED.get(self.kind, ()) or is_absent or text.lower() == "'true'":
             return ""
         return f"{text} is not {_MEANING[self.kind]}"
 
@@ -104,11 +104,11 @@ class StockKey(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StockTable(msgspec.Struct, frozen=True):
-    """The arguments of a training by PaddleFormers' command line; empty if they cannot be read.
+    """The training arguments of PaddleFormers' command line; empty if they cannot be read.
 
     Args:
-        keys: by name.
-        without_fleet: types of models whose classes cannot be imported because PaddleFleet is missing.
+        keys: the keys by name.
+        without_fleet: model types whose classes cannot be imported without PaddleFleet.
     """
 
     keys: Mapping[str, StockKey] = {}
@@ -116,20 +116,20 @@ class StockTable(msgspec.Struct, frozen=True):
 
 
 def check_values(settings: Mapping[str, Any], keys: Mapping[str, StockKey], is_extended: bool) -> None:
-    """Refuse values that PaddleFormers would refuse in every rank, or read as others.
+    """Check a configuration for values that PaddleFormers would reject in every rank or misread.
 
     Args:
-        settings: the keys of a configuration.
-        keys: those of PaddleFormers; the keys of this package have checks of their own.
-        is_extended: whether a file of the user may add words, such as stages.
+        settings: the keys and values of a configuration.
+        keys: PaddleFormers' keys; this package's own keys are checked elsewhere.
+        is_extended: whether a user's registration file may add accepted texts, such as stages.
     Raises:
-        OptionError: with all wrong values.
+        OptionError: with all invalid values.
     """
     given = {key: value for key, value in settings.items() if key in keys and key not in FIELD_NAMES}
     faults = [f"{key}: {fault}" for key, value in given.items() if (fault := keys[key].fault(key, value, is_extended))]
     if faults:
         raise OptionError(
-            "A value of the configuration is not one of its key.",
+            "Invalid value in the configuration.",
             where="training arguments",
             evidence=faults,
             next_step=ADVICE,
@@ -138,27 +138,27 @@ def check_values(settings: Mapping[str, Any], keys: Mapping[str, StockKey], is_e
 
 @cache
 def stock_table() -> StockTable:
-    """Return the table of the installed PaddleFormers, from the cache or by its parser."""
-    name, root = _name(), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "paddleformers_fc").expanduser()
+    """Return the table of the installed PaddleFormers, from the cache or from its parser."""
+    name, root = _cache_name(), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "paddleformers_fc").expanduser()
     if not name:
         return StockTable()
     with suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode((root / name).read_bytes(), type=StockTable)
-    made = subprocess.run([sys.executable, "-m", __name__], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    child = subprocess.run([sys.executable, "-m", __name__], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     try:
-        table = msgspec.json.decode(made.stdout, type=StockTable)
+        table = msgspec.json.decode(child.stdout, type=StockTable)
     except msgspec.MsgspecError:
         return StockTable()
     partial = root / f"{name}.{os.getpid()}"
-    with suppress(OSError):  # Without a place for it, the next process makes another one.
+    with suppress(OSError):  # Without a writable cache, each process builds the table.
         root.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(made.stdout)
+        partial.write_bytes(child.stdout)
         partial.replace(root / name)
     return table
 
 
-def _name() -> str:
-    """Return the name of the table in the cache; empty if PaddleFormers is not installed."""
+def _cache_name() -> str:
+    """Return the file name of the table in the cache; empty if PaddleFormers is not installed."""
     spec, fleet = map(find_spec, (FORMERS, PADDLEFLEET))
     if spec is None or spec.origin is None:
         return ""
@@ -182,8 +182,8 @@ def describe(parser: Any) -> dict[str, StockKey]:
         name, default = getattr(action.type, "__name__", _ANY), action.default
         default = default.value if isinstance(default, Enum) else default
         kind = "float" if name == "int" and isinstance(default, float) else name
-        is_checked = kind in _REFUSED and action.nargs in (None, "?") and action.dest not in _ALSO_SWITCHES
-        if name and action.dest not in keys:  # The first of a switch; "--no_..." has the same destination.
+        is_checked = kind in _REJECTED and action.nargs in (None, "?") and action.dest not in _ALSO_SWITCHES
+        if name and action.dest not in keys:  # Skips the "--no_..." of a switch, which has the same destination.
             keys[action.dest] = StockKey(
                 kind if is_checked else _ANY,
                 words.get(action.dest) or tuple(action.choices or ()),
@@ -192,8 +192,8 @@ def describe(parser: Any) -> dict[str, StockKey]:
     return keys
 
 
-def _made_table() -> StockTable:
-    """Import PaddleFormers' parser, and the classes of the models that are declared here."""
+def _build_table() -> StockTable:
+    """Build the table from PaddleFormers' parser, and find out which declared models need PaddleFleet."""
     from paddleformers_fc.families.registry import OWN
 
     parser = import_module(f"{FORMERS}.cli.hparams.parser")
@@ -208,6 +208,6 @@ def _made_table() -> StockTable:
 
 
 if __name__ == "__main__":
-    with redirect_stdout(sys.stderr):  # Imports print.
-        made = _made_table()
-    sys.stdout.buffer.write(msgspec.json.encode(made))
+    with redirect_stdout(sys.stderr):  # Imports print to stdout.
+        built = _build_table()
+    sys.stdout.buffer.write(msgspec.json.encode(built))

@@ -1,8 +1,8 @@
-"""``paddleformers_fc.stream``: the weights of a live model as an iterator, for inference engines and exports.
+"""``paddleformers_fc.stream``: iterate over the weights of a live model, for inference engines and exports.
 
-It describes the model as ``save`` does, and :mod:`paddleformers_fc.execute.stream` sends the tensors. A model with
-adapters is streamed merged: first its adapters, which are small, then the tensors of its base, each with its change
-added where it is received. :func:`push` passes a stream to the function of ``flex_stream``.
+It describes the model as ``save`` does, and :mod:`paddleformers_fc.execute.stream` sends the tensors. Adapters are
+merged by default: the small adapters are sent first, and receivers then add each change to its tensor of the base.
+:func:`push` passes a stream to the function of ``flex_stream``.
 """
 
 from __future__ import annotations
@@ -70,21 +70,21 @@ def stream(
     config: Config | None = None,
     mapping: RuleSet | None = None,
 ) -> Tensors:
-    """Yield the whole tensors of a live model in the names, layout and order of an export. Every rank must iterate.
+    """Yield the complete tensors of a live model in the names, layout and order of an export. Every rank must iterate.
 
-    The tensors are copies, which the caller may keep. The model must not be trained until the stream has ended. A rank
-    that gets nothing iterates over nothing and sends its parts meanwhile.
+    The tensors are copies, which the caller may keep. Do not train the model until the stream has ended. A rank that
+    receives nothing must iterate too: it sends its parts, and its iterator yields nothing.
 
     Args:
         model: a layer with ``sharded_state_dict``, or its parallel wrapper; or a state dict of semi-automatic
             parallelism.
         names: canonical names of the tensors; None for all.
-        dtype: ``float32`` or ``bfloat16`` for tensors of the model's dtype; None for the live one.
-        to: the ranks that get the tensors: ``all``, ``first``, or their numbers.
-        max_bytes: bound on the bytes that are under way on a rank; one tensor may exceed it.
+        dtype: ``float32`` or ``bfloat16``, to which tensors of the model's dtype are cast; None for no cast.
+        to: the ranks that receive the tensors: ``all``, ``first``, or their numbers.
+        max_bytes: bound on the bytes in flight on a rank; a single tensor may exceed it.
         device: ``host``, or ``model`` for the device of the model.
-        adapters: whether the adapters of a model are streamed alone, under PEFT's names; otherwise they are merged
-            into the weights.
+        adapters: True to stream only the adapters of a model, under PEFT's names; otherwise they are merged into the
+            weights.
         family: as for :func:`.loop.save`.
         config: as for :func:`.loop.save`.
         mapping: as for :func:`.loop.save`.
@@ -111,8 +111,8 @@ def stream(
         require(one_of((HOST, MODEL)), device=device)
         require(FLAG, adapters=adapters)
         check_dtype(dtype or "")
-        wanted = None if names is None else tuple(names)
-        request = StreamRequest(_receivers(to, channel.world_size), wanted, dtype or "", int(max_bytes))
+        selected = None if names is None else tuple(names)
+        request = StreamRequest(_receivers(to, channel.world_size), selected, dtype or "", int(max_bytes))
         source, described = described_source(model, None, family, config, mapping)
         base_fingerprint.check_defined(source.model)
         _check_adapters(described, request, adapters)
@@ -128,12 +128,12 @@ def stream(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What this rank brings into a stream.
+    """This rank's part of a stream.
 
     Args:
         model: the description of the model.
         weights: role -> name -> live weight.
-        request: what is streamed.
+        request: what to stream.
     """
 
     model: ModelDescription
@@ -142,12 +142,12 @@ class _Prepared:
 
 
 class _Introduction(msgspec.Struct):
-    """What a rank brings into a stream, on its way to the others.
+    """What a rank sends to the others before a stream is planned.
 
     Args:
-        request: what it asks for, as text.
+        request: the request as text, for comparison.
         tensors: its tensors, if the model is mapped by name.
-        plans: the names of the plans that it has kept.
+        plans: the names of its cached plans.
     """
 
     request: str
@@ -156,10 +156,10 @@ class _Introduction(msgspec.Struct):
 
 
 def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> Stream:
-    """Plan a stream, with one exchange if all ranks have kept the plan of an earlier one. Every rank must call.
+    """Plan a stream, with one exchange if all ranks have cached the plan. Every rank must call.
 
     Args:
-        prepare: returns what this rank brings into it; its errors are raised on all ranks.
+        prepare: returns this rank's part; its errors are raised on all ranks.
         channel: all ranks of the job.
     """
 
@@ -185,7 +185,7 @@ def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> Stream:
 
 
 def _merged(model: Any, prepare: Callable[[], _Prepared], channel: Channel, device: str) -> Tensors:
-    """Yield the tensors of a model with its adapters added. Every rank must call."""
+    """Yield the tensors of a model with its adapters merged. Every rank must call."""
     base_fingerprint.identify_once(model, channel)
 
     def prepare_adapters() -> _Prepared:
@@ -205,7 +205,7 @@ def _merged(model: Any, prepare: Callable[[], _Prepared], channel: Channel, devi
 
 
 Receive = Callable[[int, Tensors], object]
-"""Gets a step, and the weights after it."""
+"""Receives a step and the weights after it."""
 
 
 def receiver_of(args: Any, channel: Channel) -> Receive | None:
@@ -215,16 +215,16 @@ def receiver_of(args: Any, channel: Channel) -> Receive | None:
         args: training arguments.
         channel: all ranks of the job.
     Raises:
-        OptionError: the same on every rank: it cannot be imported or called.
+        OptionError: the same on every rank: the function cannot be imported or called.
     """
     if not args.flex_stream:
         return None
-    find = partial(_imported, args.flex_stream["to"], channel.rank)
+    find = partial(_import_receiver, args.flex_stream["to"], channel.rank)
     return run_on_all(channel, "looking for the function of flex_stream", find)
 
 
-def _imported(named: str, rank: int) -> Receive | None:
-    """Return a function, or an instance of a class, by its dotted name; None on other ranks than the first."""
+def _import_receiver(named: str, rank: int) -> Receive | None:
+    """Import a function, or instantiate a class, by its dotted name on the first rank; return None on other ranks."""
     if rank != 0:
         return None
     module, _, name = named.rpartition(".")
@@ -233,7 +233,7 @@ def _imported(named: str, rank: int) -> Receive | None:
         receive: Receive = found() if isinstance(found, type) else found
         if not callable(receive):
             raise TypeError(f"it is a {type(receive).__name__}")
-    except Exception as error:  # Of any code.
+    except Exception as error:  # The user's module may raise anything.
         raise OptionError(
             f"flex_stream cannot pass weights to {named}.",
             where="flex_stream",
@@ -244,14 +244,14 @@ def _imported(named: str, rank: int) -> Receive | None:
 
 
 def push(trainer: Any, receive: Receive | None, channel: Channel) -> None:
-    """Pass the weights to the function of ``flex_stream``, if the step that ends is due. Every rank must call.
+    """Pass the weights to the function of ``flex_stream`` if that is due after this step. Every rank must call.
 
     Args:
         trainer: the Trainer.
         receive: the function, on the first rank.
         channel: all ranks of the job.
     Raises:
-        FlexError: the same on every rank: the stream has failed, or the function.
+        FlexError: the same on every rank: the stream or the function has failed.
     """
     step, steps = trainer.state.global_step, trainer.args.flex_stream.get("steps")
     if steps and step % steps == 0:
@@ -280,23 +280,23 @@ def _receivers(to: str | Sequence[int], world_size: int) -> tuple[int, ...]:
 
 
 def _check_adapters(described: ModelDescription, request: StreamRequest, adapters: bool) -> None:
-    """Refuse a request that does not fit the adapters of a model.
+    """Check that a request fits the adapters of a model.
 
     Raises:
-        OptionError: the model has none, or another dtype is wanted of a merged model.
+        OptionError: the model has no adapters, or has adapters and a dtype is requested.
     """
     if adapters and described.adapters is None:
-        raise OptionError("The model has no adapters.", where="adapters", next_step="Leave out adapters=True.")
+        raise OptionError("The model has no adapters.", where="adapters", next_step="Omit adapters=True.")
     if request.dtype and described.adapters is not None:
         raise OptionError(
-            "A model with adapters is streamed in its own dtype.",
+            "dtype= is not supported for a model with adapters.",
             where="dtype",
-            next_step="Leave out dtype=, and cast the tensors where they are received.",
+            next_step="Omit dtype=, and cast the received tensors.",
         )
 
 
 def _place(weights: Roles, device: str) -> Any:
-    """Return the place of the tensors of a stream; None in host memory."""
+    """Return the Paddle place of a stream's tensors; None for host memory."""
     first = next((one.local_tensor for one in weights.get(MODEL_STATE, {}).values()), None)
     if device == HOST or first is None or paddle.device.get_device() == "cpu":
         return None

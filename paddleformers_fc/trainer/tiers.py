@@ -1,13 +1,12 @@
-"""The two tiers of a run: ``output_dir``, and under ``flex_local_dir`` a fast directory of each node.
+"""The two tiers of a run: ``output_dir``, and in ``flex_local_dir`` a fast directory on each node.
 
-The local tier is a second output directory: the same names, commits, checks and rotation, of which the newest two
-checkpoints stay. A step that ``output_dir`` saves is not saved there. An automatic resume takes the newest checkpoint
-of both (:mod:`.resume`).
+The local tier is a second output directory with the same names, commits, checks and rotation. It keeps the newest two
+checkpoints, and does not save steps that ``output_dir`` saves. An automatic resume takes the newest checkpoint of both
+(:mod:`.resume`).
 
-A local tier belongs to one ``output_dir``. Both directories contain a record with the same id, so that they may be
-moved or copied together. A run that finds another id, or checkpoints without an id, does not start: it would resume or
-delete checkpoints of another run. Every local save looks at the record again and restores a missing one: a node may
-have lost its directory since.
+Both directories contain a record with the same id, so they may be moved or copied together. A run that finds another
+id, or checkpoints without an id, does not start: it would resume or delete another run's checkpoints. Every local save
+checks the record and restores a missing one, because a node may have lost its directory.
 """
 
 from __future__ import annotations
@@ -34,15 +33,17 @@ RECORD_NAME = "flex_local_tier.json"
 """The name of the record in ``output_dir`` and in the local tier."""
 
 _NEW = "new "
-_OTHER_COPY = "Copy the file of this name from the other directory: output_dir and flex_local_dir have the same one."
+"""The prefix of an id that the first rank has just generated."""
+
+_OTHER_COPY = "Copy this file from the other directory: output_dir and flex_local_dir have the same one."
 
 
 class TierRecord(msgspec.Struct, frozen=True):
-    """The record that an output directory and its local tier have in common.
+    """The record that an output directory shares with its local tier.
 
     Attributes:
-        id: the same in both.
-        output_dir: the output directory when the record was written, for a reader.
+        id: the id of the pair.
+        output_dir: the output directory when the record was written, for human readers.
         local_dir: the local tier on this node.
     """
 
@@ -55,11 +56,11 @@ _records = msgspec.json.Decoder(TierRecord)
 
 
 class Known(msgspec.Struct, frozen=True):
-    """What a rank knows of its local tier before a training.
+    """What a rank knows of its local tier before training.
 
     Attributes:
-        id: the id in its output directory; a new one on the first rank if there is none, and none in a run without a
-            local tier.
+        id: the id in its output directory. If there is none, a new id on the first rank and empty on others; also empty
+            without a local tier.
         is_claimed: whether both directories have the record of this run.
     """
 
@@ -69,14 +70,14 @@ class Known(msgspec.Struct, frozen=True):
 
 @dataclass
 class Tier:
-    """A directory that a run saves into, and what it has saved there since ``train`` was called.
+    """A directory in which a run saves, and its saves since ``train`` was called.
 
     Args:
         is_local: whether it is the local tier.
         begun: the step of the last save that has begun.
-        saved: the last checkpoint that was committed.
+        saved: the last committed checkpoint.
         disks: the processes that share a disk of the tier; known after the first save.
-        id: of the local tier and its output directory; empty before training, and without a local tier.
+        id: the id of the local tier; empty before training, and without a local tier.
     """
 
     is_local: bool = False
@@ -86,7 +87,7 @@ class Tier:
     id: str = ""
 
     def directory(self, args: Any) -> Path:
-        """Return the directory by the training arguments."""
+        """Return the directory that the training arguments set."""
         local = local_dir(args) if self.is_local else None
         return Path(args.output_dir) if local is None else local
 
@@ -95,7 +96,7 @@ def read_record(directory: Path) -> TierRecord | None:
     """Return the record of a directory; None if it has none.
 
     Raises:
-        FormatError: the file is something else.
+        FormatError: the file is not a record.
         StorageError: it cannot be read.
     """
     path = directory / RECORD_NAME
@@ -105,10 +106,10 @@ def read_record(directory: Path) -> TierRecord | None:
 
 
 def local_tier_of(output_dir: Path) -> Path | None:
-    """Return the local tier of an output directory on this machine by their records; None if there is none.
+    """Find the local tier of an output directory on this machine by their records; return None if there is none.
 
     Raises:
-        StorageError: the operating system refused to look.
+        StorageError: the operating system denied access.
     """
     record = read_record(output_dir)
     if record is None or record.local_dir == str(real_path(output_dir)):
@@ -130,7 +131,7 @@ def known_tier(args: Any, rank: int) -> Known:
 
 
 def unused_tier(args: Any) -> str:
-    """Return a warning for a run without ``flex_local_dir`` whose output directory has a local tier, or nothing."""
+    """Return a warning if the output directory has a local tier and ``flex_local_dir`` is not set; else empty."""
     output_dir = Path(args.output_dir)
     with suppress(CheckpointError, StorageError):
         record = None if local_dir(args) is not None else read_record(output_dir)
@@ -143,10 +144,10 @@ def unused_tier(args: Any) -> str:
 
 
 def claim(args: Any, channel: Channel, known: Sequence[Known]) -> str:
-    """Record in both directories of every rank that they belong together, and return their id.
+    """Write the records of a local tier on every rank, and return the id. Every rank must call.
 
-    Every rank must call. The first rank is first, so that the others find its records on a disk that they share. If all
-    ranks have found the same record, there is no exchange.
+    The first rank writes first, so that ranks on the same disk find its records. If all ranks have found the same
+    record, there is no exchange.
 
     Args:
         args: the training arguments.
@@ -154,7 +155,7 @@ def claim(args: Any, channel: Channel, known: Sequence[Known]) -> str:
         known: :func:`known_tier` of every rank.
 
     Raises:
-        OptionError: the same on every rank: the local tier is that of another run.
+        OptionError: the same on every rank: the local tier belongs to another run.
         StorageError: the same on every rank: a record cannot be read or written.
     """
     ids = [one.id for one in known]
@@ -162,7 +163,7 @@ def claim(args: Any, channel: Channel, known: Sequence[Known]) -> str:
     if all(one.is_claimed and one.id == own for one in known):
         return own
     for is_turn in (channel.rank == 0, channel.rank != 0):
-        run_on_all(channel, "looking at flex_local_dir", partial(_claim, args, own, channel.rank) if is_turn else tuple)
+        run_on_all(channel, "checking flex_local_dir", partial(_claim, args, own, channel.rank) if is_turn else tuple)
     return own
 
 
@@ -172,7 +173,7 @@ def _claim(args: Any, own: str, rank: int) -> None:
         return
     check_own(local, own)
     known, record = read_record(output_dir), _record(local, output_dir, own)
-    # First here: after a kill in between, a local tier with an id would be that of another run.
+    # Write output_dir's record first: if killed in between, the local tier must not have an id that output_dir lacks.
     if known is None or known.id != own or (rank == 0 and known != record):
         _write(output_dir, record)
     keep(local, output_dir, own)
@@ -182,7 +183,7 @@ def keep(local: Path, output_dir: Path, own: str) -> None:
     """Write the record of a local tier if it is missing.
 
     Raises:
-        OptionError: another run has taken the directory.
+        OptionError: the directory belongs to another run now.
         StorageError: the record cannot be read or written.
     """
     if read_record(local) is None:
@@ -192,7 +193,7 @@ def keep(local: Path, output_dir: Path, own: str) -> None:
 
 
 def check_own(local: Path, own: str) -> None:
-    """Refuse a local tier of another run.
+    """Check that a local tier does not belong to another run.
 
     Args:
         local: the directory; it need not exist.
@@ -200,7 +201,7 @@ def check_own(local: Path, own: str) -> None:
 
     Raises:
         OptionError: it has another id, or checkpoints and no id.
-        StorageError: the operating system refused to look.
+        StorageError: the operating system denied access.
     """
     record = read_record(local)
     if record is not None and record.id == own:
@@ -208,7 +209,7 @@ def check_own(local: Path, own: str) -> None:
     found = [path.name for path in candidates_in(local)]
     if record is None and found:
         raise OptionError(
-            "flex_local_dir has checkpoints that no local tier has saved.",
+            "flex_local_dir has checkpoints that were not saved to a local tier.",
             where=str(local),
             evidence=[f"missing: {RECORD_NAME}", f"checkpoints: {', '.join(found)}"],
             next_step="Name another directory in flex_local_dir, or move these checkpoints away.",

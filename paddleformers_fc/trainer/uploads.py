@@ -1,13 +1,13 @@
 """Upload committed checkpoints in the background, under ``flex_upload``.
 
-The leader of every disk has one thread. It uploads the checkpoints that are committed, one after the other, and on the
-coordinator deletes those in the store beyond ``save_total_limit``. A checkpoint is not deleted locally before it is
-uploaded. A failed upload is logged, and tried again after the next commit and at the end of training. The end of
-training waits for all uploads and raises the error of the last attempt.
+The leader of every disk has one thread, which uploads checkpoints one by one. The coordinator's thread also deletes
+checkpoints over ``save_total_limit`` from the store. Checkpoints stay on disk until they are uploaded. A failed upload
+is logged and retried after the next commit and at the end of training, which waits for all uploads and raises the last
+error.
 
-At the start of a run, complete checkpoints of ``output_dir`` that the store lacks are uploaded, so that a restarted run
-completes interrupted uploads. After an error in training, an interrupt or a save on a signal, the upload stops, and the
-store has no manifest of its checkpoint.
+At its start a run uploads complete checkpoints of ``output_dir`` that the store lacks, so a restart completes
+interrupted uploads. An error in training, an interrupt or a save on a signal stops the upload; the store then has no
+manifest of that checkpoint.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.rotation import Retention, finished_checkpoints, numbered, retention_of, to_delete
 
 _WAIT_SECONDS = 10.0
-"""Interval at which ranks that wait for an upload exchange its state."""
+"""Interval at which ranks that wait for uploads exchange their state."""
 _STOP_SECONDS = 10.0
-"""A launcher waits 30 s for a process that it has signalled."""
+"""Longest wait for the thread at a stop. Launchers wait 30 s for a process that they have signalled."""
 
 
 class _Stopped(Exception):
-    """The upload is to stop."""
+    """Stops an upload."""
 
 
 class CheckpointUploader:
     """The uploads of one process.
 
     Args:
-        url: the directory of the checkpoints.
-        retention: how many checkpoints stay there.
+        url: the directory of the checkpoints in the store.
+        retention: how many checkpoints to keep there.
         patience: seconds to wait for the files of other disks.
-        is_coordinator: whether this process sends small files and manifests.
+        is_coordinator: whether this process sends metadata files and manifests.
     """
 
     def __init__(self, url: RemotePath, retention: Retention, patience: float, is_coordinator: bool) -> None:
@@ -65,15 +65,15 @@ class CheckpointUploader:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin_with(self, output_dir: Path) -> None:
-        """Upload the checkpoints of an earlier run whose files are all on this disk, as far as the store lacks them."""
+    def enqueue_existing(self, output_dir: Path) -> None:
+        """Upload checkpoints of an earlier run that the store lacks, if all of their files are on this disk."""
         for path in numbered(output_dir, "checkpoint"):
             with self._changed:
-                self.follow(path)
+                self.enqueue(path)
                 self._earlier.add(path)
 
-    def follow(self, checkpoint: Path, best: str | None = None) -> None:
-        """Upload a committed checkpoint, after those before it; failed ones are tried again.
+    def enqueue(self, checkpoint: Path, best: str | None = None) -> None:
+        """Add a committed checkpoint to the queue, after failed ones, which are retried.
 
         Args:
             checkpoint: ``checkpoint-N``.
@@ -81,9 +81,9 @@ class CheckpointUploader:
         """
         with self._changed:
             self._best = best or self._best
-            # One that is saved again, by a run that resumed before it, replaces the one that waits.
-            again = [path for path in self._failed if path != checkpoint]
-            self._waiting = [*again, *(path for path in self._waiting if path != checkpoint), checkpoint]
+            # A run that resumed from an earlier step may save a waiting checkpoint again.
+            failed = [path for path in self._failed if path != checkpoint]
+            self._waiting = [*failed, *(path for path in self._waiting if path != checkpoint), checkpoint]
             self._failed.clear()
             self._earlier.discard(checkpoint)
             self._commits[checkpoint] += 1
@@ -95,39 +95,39 @@ class CheckpointUploader:
             return [*self._failed, *self._waiting]
 
     def retry(self) -> None:
-        """Try failed uploads again."""
+        """Retry failed uploads."""
         with self._changed:
             self._waiting = [*self._failed, *self._waiting]
             self._failed.clear()
             self._start()
 
     def is_busy(self, seconds: float) -> bool:
-        """Wait at most some seconds for all uploads; return whether there are any left."""
+        """Wait for all uploads, at most some seconds; return whether any are left."""
         with self._changed:
             return not self._changed.wait_for(lambda: not self._waiting, seconds)
 
     def raise_failures(self) -> None:
-        """Raise the error of the first checkpoint that could not be uploaded.
+        """Raise the last error of the first checkpoint that could not be uploaded.
 
         Raises:
-            FlexError: that of its last attempt.
+            FlexError: there is such a checkpoint.
         """
         with self._changed:
             for error in self._failed.values():
                 raise error
 
     def stop(self) -> None:
-        """Stop after the present part; the uploaded files of a checkpoint stay without a manifest."""
+        """Stop after the current part. Files that are already uploaded stay, without a manifest."""
         with self._changed:
             self._stop.set()
             self._changed.notify_all()
             left = [*self._failed, *self._waiting]
             thread = self._thread
         if thread is not None:
-            thread.join(_STOP_SECONDS)  # A store that does not answer does not hold the process.
+            thread.join(_STOP_SECONDS)  # Do not wait forever for a store that does not answer.
         if left:
             names = ", ".join(path.name for path in left)
-            logger.warning(f"Not uploaded to {self._url}: {names}. The next start of the run with flex_upload does it.")
+            logger.warning(f"Not uploaded to {self._url}: {names}. A restart of the run with flex_upload uploads them.")
 
     def _start(self) -> None:
         self._changed.notify_all()
@@ -153,7 +153,7 @@ class CheckpointUploader:
             except _Stopped:
                 return
             with self._changed:
-                # One that was committed again meanwhile, under the same name, still waits.
+                # Otherwise the checkpoint was committed again meanwhile, and must be uploaded again.
                 if self._commits[checkpoint] == number:
                     self._waiting.remove(checkpoint)
                     if failure is not None:
@@ -161,15 +161,15 @@ class CheckpointUploader:
                 self._changed.notify_all()
 
     def _upload(self, checkpoint: Path, check: Callable[[], None]) -> FlexError | None:
-        """Upload a checkpoint and delete old ones; return the error, which is logged."""
+        """Upload a checkpoint and delete old ones from the store; log and return an error."""
         started = time.monotonic()
         target = self._url / checkpoint.name
         try:
             if not exists(checkpoint):
                 logger.warning(f"{checkpoint} was deleted before it was uploaded to {self._url}.")
                 return None
-            if checkpoint in self._earlier and not _is_whole(checkpoint):
-                return None  # A rotation and a resume report it.
+            if checkpoint in self._earlier and not _is_complete(checkpoint):
+                return None  # Rotation and resume report it.
             sent = Upload(checkpoint, target, self._is_coordinator, self._patience, check).run()
             seconds = time.monotonic() - started
             if sent:
@@ -185,18 +185,18 @@ class CheckpointUploader:
         return None
 
     def _rotate(self, uploaded: RemotePath) -> None:
-        """Delete checkpoints in the store beyond the limit, never this one, the newest whole one or the best one."""
+        """Delete checkpoints over the limit from the store, but never this, the newest complete or the best one."""
         manifests = uploaded_checkpoints(self._url)
-        whole = [path for path, manifest in manifests.items() if not manifest.ties]
+        complete = [path for path, manifest in manifests.items() if not manifest.ties]
         best = None if self._best is None else Path(self._best).name
-        kept = frozenset(path for path in manifests if path in (*whole[-1:], uploaded) or path.name == best)
+        kept = frozenset(path for path in manifests if path in (*complete[-1:], uploaded) or path.name == best)
         for path in to_delete(manifests, self._retention, kept):
             remove_uploaded(path, manifests[path])
             logger.info(f"Deleted {path}, which is over save_total_limit: {self._retention.limit}.")
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """Return whether all files of a checkpoint of an earlier run are on this disk."""
+def _is_complete(checkpoint: Path) -> bool:
+    """Return whether all files of a checkpoint are on this disk."""
     manifest = finished(checkpoint)
     if manifest is None or manifest.step != parse_step(checkpoint):
         return False
@@ -212,7 +212,7 @@ def _unexpected(target: RemotePath, error: Exception) -> StorageError:
         f"The upload to {target} has failed.",
         where=str(target),
         evidence=[f"{type(error).__name__}: {error}"],
-        next_step="Restart the run with the same flex_upload; it uploads the rest.",
+        next_step="Restart the run with the same flex_upload to upload the rest.",
     )
 
 
@@ -233,35 +233,35 @@ class Uploads:
         self._in_loop = False
 
     def check(self) -> None:
-        """Write to the store, before training. Every rank must call.
+        """Check before training that the store is writable. Every rank must call.
 
         Raises:
-            FlexError: the same on every rank: faults of the URL, the bucket or the credentials.
+            FlexError: the same on every rank: the URL, the bucket or the credentials are invalid.
         """
 
         def write() -> None:
             if self._channel.rank == 0:
                 check_remote_writable(self._url)
 
-        run_on_all(self._channel, "looking at flex_upload", write)
+        run_on_all(self._channel, "checking flex_upload", write)
 
     def committed(self, checkpoint: Path, best: str | None, disks: DiskLeaders) -> None:
-        """Upload a committed checkpoint; called on every rank, by any thread, before old ones are deleted."""
+        """Upload a committed checkpoint. Call it on every rank, on any thread, before old checkpoints are deleted."""
         if self._channel.rank in disks.sorted_leaders:
             if not self._leads:
                 self._leads = True
-                # At the start of the run the disks of other ranks were not known.
+                # Disks of other ranks were still unknown at the start of the run.
                 for path in finished_checkpoints(self._output_dir) if len(disks.sorted_leaders) > 1 else ():
-                    self._uploader.follow(path)
-            self._uploader.follow(checkpoint, best)
+                    self._uploader.enqueue(path)
+            self._uploader.enqueue(checkpoint, best)
 
     def pending(self) -> list[Path]:
-        """Return the local checkpoints of this disk that are not uploaded yet."""
+        """Return the checkpoints on this disk that are not uploaded yet."""
         return self._uploader.pending()
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Return a block in which a training loop runs; at its end every checkpoint is uploaded. Every rank must enter.
+        """Context manager around the training loop that uploads every checkpoint before it exits. Every rank enters.
 
         Raises:
             FlexError: the same on every rank: a checkpoint cannot be uploaded.
@@ -269,9 +269,9 @@ class Uploads:
 
         def begin() -> None:
             if self._channel.rank == 0:
-                self._uploader.begin_with(self._output_dir)
+                self._uploader.enqueue_existing(self._output_dir)
 
-        run_on_all(self._channel, "looking at the checkpoints to upload", begin)
+        run_on_all(self._channel, "looking for checkpoints to upload", begin)
         self._in_loop = True
         try:
             yield
@@ -283,12 +283,12 @@ class Uploads:
             self._in_loop = False
 
     def finish_outside_loop(self) -> None:
-        """Wait for the upload of a save outside of a training loop. Every rank must call."""
+        """Wait for the upload of a checkpoint that was saved outside a training loop. Every rank must call."""
         if not self._in_loop:
             self.finish()
 
     def _wait(self) -> None:
-        """Wait until no rank uploads."""
+        """Wait until no rank is uploading."""
         seconds = min(_WAIT_SECONDS, self._patience / 4)
         while any(
             all_gather_checked(self._channel, "waiting for uploads", lambda: self._uploader.is_busy(seconds), bool)
@@ -296,10 +296,10 @@ class Uploads:
             continue
 
     def finish(self) -> None:
-        """Wait until every checkpoint is uploaded. Every rank must call.
+        """Wait until every checkpoint is uploaded; retry failed uploads once. Every rank must call.
 
         Raises:
-            FlexError: the same on every rank: that of the last attempt.
+            FlexError: the same on every rank: the error of the last attempt.
         """
         pending = self._uploader.pending()
         if pending:

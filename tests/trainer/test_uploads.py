@@ -162,7 +162,7 @@ def test_old_checkpoints_in_the_store_are_deleted_and_files_of_others_stay(bucke
     bucket.put("run/checkpoint-1/half.safetensors", b"without a manifest")
     one = uploader(bucket, 2)
     for step in (2, 4, 6, 8):
-        one.follow(make_checkpoint(tmp_path, step), str(tmp_path / "checkpoint-4"))
+        one.enqueue(make_checkpoint(tmp_path, step), str(tmp_path / "checkpoint-4"))
     assert not one.is_busy(LIMIT)
     one.raise_failures()
     assert steps(bucket) == ["checkpoint-4", "checkpoint-8"]
@@ -173,7 +173,7 @@ def test_old_checkpoints_in_the_store_are_deleted_and_files_of_others_stay(bucke
 def test_every_nth_step_stays_in_the_store_beyond_the_limit(bucket: Bucket, tmp_path: Path) -> None:
     one = uploader(bucket, 1, 3)
     for step in range(1, 6):
-        one.follow(make_checkpoint(tmp_path, step))
+        one.enqueue(make_checkpoint(tmp_path, step))
     assert not one.is_busy(LIMIT)
     one.raise_failures()
     assert steps(bucket) == ["checkpoint-3", "checkpoint-5"]
@@ -186,7 +186,7 @@ def test_a_checkpoint_with_diverged_ties_costs_no_whole_one_in_the_store(bucket:
         if step == 4:
             tie = DivergedTie(["a", "b"], ["model_state b on rank 1, a on rank 0"])
             write_manifest(path, replace(read_manifest(path), ties=[tie]))
-        one.follow(path)
+        one.enqueue(path)
     assert not one.is_busy(LIMIT)
     assert steps(bucket) == ["checkpoint-2", "checkpoint-4"]
 
@@ -194,13 +194,13 @@ def test_a_checkpoint_with_diverged_ties_costs_no_whole_one_in_the_store(bucket:
 def test_a_refused_upload_is_tried_again_and_its_last_error_is_raised(bucket: Bucket, tmp_path: Path) -> None:
     bucket.store.accepts = lambda method, path, query: False
     one, path = uploader(bucket), make_checkpoint(tmp_path, 2)
-    one.follow(path)
+    one.enqueue(path)
     assert not one.is_busy(LIMIT)
     assert one.pending() == [path]
     with pytest.raises(StorageError, match="refused to"):
         one.raise_failures()
     bucket.store.accepts = lambda method, path, query: True
-    one.follow(make_checkpoint(tmp_path, 4))
+    one.enqueue(make_checkpoint(tmp_path, 4))
     assert not one.is_busy(LIMIT)
     one.raise_failures()
     assert (one.pending(), steps(bucket)) == ([], ["checkpoint-2", "checkpoint-4"])
