@@ -1,4 +1,4 @@
-"""Model families: one small declaration each, from which rules, their reverse and their AOA text are derived."""
+"""Model families. Rules, their reverse and their AOA text are derived from one small declaration per family."""
 
 from paddleformers_fc.families.bind import ModelTensor as ModelTensor, bind as bind
 from paddleformers_fc.families.declarations import Family as Family

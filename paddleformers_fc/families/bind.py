@@ -1,8 +1,8 @@
 """Derive the rules of a model from a family's declaration and the model's *real* tensors.
 
-The tensors are those of the live model and are not predicted from the configuration. Every name must match one
-statement, and every number in it is carried over into the canonical names. The tensor-parallel degree of a fused layout
-is taken from the shards. Binding takes one dictionary lookup per tensor; a stack of experts gives one rule per expert.
+The tensors come from the live model and are not predicted from the configuration. Every name must match one statement,
+and the canonical names contain the same numbers. The number of shards determines the groups of a layout that is fused
+per rank. Binding takes one dictionary lookup per tensor; a stack of experts gives one rule per expert.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paddleformers_fc.mapping.rules import Parts, Slab
 from paddleformers_fc.text import count_text, fold
 
 MAX_EXPERTS = 1 << 16
-"""Maximum number of experts in one tensor; each is a rule."""
+"""Maximum number of experts in one tensor; each gives a rule."""
 
 
 class ModelTensor(msgspec.Struct, frozen=True, gc=False):
@@ -32,8 +32,8 @@ class ModelTensor(msgspec.Struct, frozen=True, gc=False):
     Args:
         name: its structured name.
         shape: global shape.
-        dtype: element type by its numpy name.
-        cuts: into how many shards each axis is cut.
+        dtype: numpy name of the element type.
+        cuts: number of shards of each axis.
     """
 
     name: str
@@ -50,8 +50,8 @@ def bind(family: Family, model: ModelDescription, tensors: Iterable[ModelTensor]
         model: the description of the model.
         tensors: every tensor of the model, or of one rank's part of it.
     Raises:
-        MappingError: for names that no statement declares, numbers that the configuration does not have and shapes
-            that no rule fits; all of them.
+        MappingError: undeclared names, numbers that the configuration does not have, or shapes that no rule matches;
+            the error lists all of them.
     """
     known = Names(family, model)
     known.check_numbers()
@@ -65,11 +65,11 @@ def bind(family: Family, model: ModelDescription, tensors: Iterable[ModelTensor]
         if tensor.name in ties:
             continue
         kinds, numbers = known.find(tensor.name, distinct=True)
-        made = _made(kinds, tensor, numbers) if kinds else f"no statement of family {family.name} declares this tensor"
-        if isinstance(made, str):
-            faults.append(f"{tensor.name}: {made}")
+        rule = _bound(kinds, tensor, numbers) if kinds else f"no statement of family {family.name} declares this tensor"
+        if isinstance(rule, str):
+            faults.append(f"{tensor.name}: {rule}")
         else:
-            statement, found = made
+            statement, found = rule
             rules.extend(found)
             if not statement.sources:
                 fresh.append(tensor.name)
@@ -88,16 +88,16 @@ def bind(family: Family, model: ModelDescription, tensors: Iterable[ModelTensor]
     )
 
 
-def _made(kinds: list[Kind], tensor: ModelTensor, numbers: list[str]) -> tuple[Statement, list[Rule]] | str:
-    """Return the statement that a tensor is bound by and its rules, or why there are none."""
+def _bound(kinds: list[Kind], tensor: ModelTensor, numbers: list[str]) -> tuple[Statement, list[Rule]] | str:
+    """Return the statement and the rules of a tensor, or why there are none."""
     kind = kinds[0] if len(kinds) == 1 else _chosen(kinds, tensor, numbers)
     if isinstance(kind, str):
         return kind
-    moved = _canonical_numbers(kind, numbers)
-    if isinstance(moved, str):
-        return moved
-    numbers = moved
-    if kind.whole is not None and _is_undescribed_piece(kind.whole, kind.statement.cut or 0, tensor):
+    canonical = _canonical_numbers(kind, numbers)
+    if isinstance(canonical, str):
+        return canonical
+    numbers = canonical
+    if kind.whole is not None and _is_local_shard(kind.whole, kind.statement.cut or 0, tensor):
         return (
             f"is described as whole with shape {list(tensor.shape)}, the configuration gives length {kind.whole} on "
             f"axis {kind.statement.cut}: the ranks hold pieces that are not described as pieces"
@@ -108,17 +108,18 @@ def _made(kinds: list[Kind], tensor: ModelTensor, numbers: list[str]) -> tuple[S
 
 def _canonical_numbers(kind: Kind, numbers: list[str]) -> list[str] | str:
     """Return the canonical numbers of a tensor's name, or why the model cannot have them."""
-    moved = [int(number) - shift for number, shift in zip(numbers, kind.shifts, strict=True)]
-    for hole, number, shift, span in zip(kind.holes, moved, kind.shifts, kind.spans, strict=True):
+    canonical = [int(number) - shift for number, shift in zip(numbers, kind.shifts, strict=True)]
+    for hole, number, shift, span in zip(kind.holes, canonical, kind.shifts, kind.spans, strict=True):
         if number < 0:
             return f"its number {number + shift} is smaller than the shift {shift} of canonical numbers"
         if span is not None and number not in span:
             numbers_text = f"{span.start} to {span.stop - 1}" if span else "none"
             return f"its {hole} {number + shift} is the canonical {number}, and the configuration has {numbers_text}"
-    return [str(number) for number in moved]
+    return [str(number) for number in canonical]
 
 
-def _is_undescribed_piece(whole: int, axis: int, tensor: ModelTensor) -> bool:
+def _is_local_shard(whole: int, axis: int, tensor: ModelTensor) -> bool:
+    """Return whether a tensor without shards probably is one shard of a tensor of length ``whole``."""
     if len(tensor.shape) <= axis or tensor.cuts[axis] != 1:
         return False
     length = tensor.shape[axis]
@@ -126,16 +127,16 @@ def _is_undescribed_piece(whole: int, axis: int, tensor: ModelTensor) -> bool:
 
 
 def _chosen(kinds: list[Kind], tensor: ModelTensor, numbers: list[str]) -> Kind | str:
-    """Return the one kind that is declared with this tensor's shape for this configuration, or why there is none."""
+    """Return the only kind that this configuration declares with the tensor's shape, or why there is none."""
     shapes = [kind.shape(kind.numbers(numbers)) for kind in kinds]
     fitting = [kind for kind, shape in zip(kinds, shapes, strict=True) if shape == _flat(kind.statement, tensor.shape)]
-    # A shape alone does not decide against the configuration: one of the two is not this model's.
+    # If shape and configuration contradict each other, one of them is wrong, so none of them decides.
     possible = [kind for kind in kinds if kind.holds(kind.numbers(numbers)) is not False]
     is_open = not any(shape is not None for shape in shapes)
-    wanted = possible if is_open else [kind for kind in fitting if kind in possible]
-    if len(wanted) == 1:
-        return wanted[0]
-    if fitting and not wanted:
+    candidates = possible if is_open else [kind for kind in fitting if kind in possible]
+    if len(candidates) == 1:
+        return candidates[0]
+    if fitting and not candidates:
         conditions = " or ".join(f"`{conditions_text(kind.statement.where)}`" for kind in fitting)
         return f"shape {list(tensor.shape)} is declared for {conditions}, which the configuration does not fulfil"
     return f"{len(kinds)} statements declare it, and shape {list(tensor.shape)} does not distinguish them"
@@ -147,17 +148,18 @@ def _rules(kind: Kind, tensor: ModelTensor, numbers: list[str]) -> list[Rule] | 
     sources = tuple(source.format(*numbers) for source in kind.sources)
     if kind.statement.siblings:
         return _sibling_rules(kind.statement.siblings, sources, tensor)
-    occurred = (tensor.shape, tensor.cuts)
-    made = kind.layouts.get(occurred)
-    if made is None:
-        made = kind.layouts[occurred] = _layout(kind.statement, tensor.shape, tensor.cuts, kind.sizes)
-    if isinstance(made, str):
-        return made
-    return [Rule(sources, (tensor.name,), made.parts, made.axis, made.axes, made.source_blocks, made.target_blocks)]
+    key = (tensor.shape, tensor.cuts)
+    layout = kind.layouts.get(key)
+    if layout is None:
+        layout = kind.layouts[key] = _layout(kind.statement, tensor.shape, tensor.cuts, kind.sizes)
+    if isinstance(layout, str):
+        return layout
+    blocks = layout.source_blocks, layout.target_blocks
+    return [Rule(sources, (tensor.name,), layout.parts, layout.axis, layout.axes, *blocks)]
 
 
 def _sibling_rules(siblings: tuple[str, ...], sources: tuple[str, ...], tensor: ModelTensor) -> list[Rule]:
-    """Return one rule for all tensors of a source, at the first of them."""
+    """Return the rule of all tensors of a source, for the first of them; empty for the others."""
     scope, _, own = tensor.name.rpartition(".")
     targets = tuple(f"{scope}.{name}" for name in siblings)
     axes = tuple(range(len(tensor.shape)))
@@ -165,22 +167,22 @@ def _sibling_rules(siblings: tuple[str, ...], sources: tuple[str, ...], tensor: 
 
 
 def _unnamed(parts: Parts, axis: int, axes: tuple[int, ...], blocks: int = 1) -> Rule:
-    """Return a rule without names: the layout of the parts of a tensor."""
+    """Return a rule without names, which is a layout."""
     return Rule((), (), parts, axis, axes, target_blocks=blocks)
 
 
 def _layout(statement: Statement, shape: Shape, cuts: Shape, sizes: Sizes) -> Rule | str:
-    """Return a rule without names for one tensor, or for one expert of a stack."""
+    """Return the layout of a tensor, or of one expert of a stack, as a rule without names."""
     rank, geometry = len(shape), statement.geometry
     if geometry is Geometry.SAME:
         return _unnamed((shape[-1] if rank else 1,), max(rank - 1, 0), tuple(range(rank)))
     if geometry is Geometry.LINEAR and rank != 2:
         return f"a linear weight has two axes, this tensor has {rank}"
-    if rank not in (1, 2) and (statement.turned or not statement.parts):
+    if rank not in (1, 2) and (statement.transposed or not statement.parts):
         return f"a fused layer has one or two axes, this tensor has {rank}"
-    turned = statement.turned and rank == 2
-    axes = tuple(reversed(range(rank))) if turned else tuple(range(rank))
-    axis = rank - 1 if turned else 0
+    transposed = statement.transposed and rank == 2
+    axes = tuple(reversed(range(rank))) if transposed else tuple(range(rank))
+    axis = rank - 1 if transposed else 0
     if geometry is Geometry.LINEAR:
         return _unnamed((shape[axis],), axis, axes)
     if geometry is Geometry.ALTERNATING_FFN:
@@ -217,7 +219,7 @@ def _qkv_layout(statement: Statement, length: int, cut: int, layout: Rule, sizes
         return f"{groups} key and value heads are not divisible among {blocks} tensor-parallel ranks"
     if not lengths:
         return replace(layout, parts=(heads * head, groups * head, groups * head), target_blocks=blocks)
-    # A single source holds all parts as they are declared; several hold one entry each.
+    # A single source contains all parts; of several sources, each contains one entry.
     parts: Parts = tuple(
         tuple(map(sizes.length, one)) if isinstance(one, tuple) else sizes.length(one) for one in statement.parts
     )
@@ -225,9 +227,9 @@ def _qkv_layout(statement: Statement, length: int, cut: int, layout: Rule, sizes
 
 
 def _whole_width(statement: Statement, axis: int, sizes: Sizes) -> int | None:
-    """Return the declared length of a fused layer's outputs, if the configuration contains the width of the model.
+    """Return the declared length of a fused layer's outputs, if the configuration contains the hidden size.
 
-    A divisible length is no evidence: a gate in the layer would be taken for parts of wider heads.
+    Divisibility is not sufficient: a layer that also contains a gate would be read as one with wider heads.
     """
     if not statement.shape or not sizes.is_given("hidden") or not sizes.defines(statement.shape[axis]):
         return None
@@ -235,15 +237,15 @@ def _whole_width(statement: Statement, axis: int, sizes: Sizes) -> int | None:
 
 
 def _stack_rules(kind: Kind, tensor: ModelTensor, numbers: list[str]) -> list[Rule] | str:
-    """Return a rule per expert, or a single one where the experts lie along the axis of their parts."""
+    """Return one rule per expert, or a single rule if experts and parts lie along the same axis."""
     sizes, flat = kind.sizes, _flat(kind.statement, tensor.shape)
     is_new = kind.statement.stack is Stack.NEW_AXIS or flat != tensor.shape
     count, length = sizes.length("experts"), sum(tensor.shape[:1])
     share = 1 if is_new else length // max(count, 1)
     declared = kind.shape(dict(zip(kind.holes, map(int, numbers), strict=True)))
-    # A length that is divisible alone is no proof: twice as many experts of half the size are as long.
-    unlike = declared is not None and declared[0] != sum(flat[:1])
-    if not share or share * count != length or count > MAX_EXPERTS or unlike:
+    # Divisibility is not sufficient: twice as many experts of half the size are as long.
+    differs = declared is not None and declared[0] != sum(flat[:1])
+    if not share or share * count != length or count > MAX_EXPERTS or differs:
         return f"shape {list(tensor.shape)} does not hold {count} experts on axis 0"
     if not any("{expert}" in source for source in kind.statement.sources):
         (source,) = (source.format(*numbers) for source in kind.sources)
@@ -257,33 +259,33 @@ def _stack_rules(kind: Kind, tensor: ModelTensor, numbers: list[str]) -> list[Ru
         tuple(source.format(*numbers, expert - kind.expert_shift) for source in kind.sources) for expert in range(count)
     ]
     if axis == 0:
-        everything = tuple(source for names in sources for source in names)
-        return [Rule(everything, (tensor.name,), one.parts * count, axis, axes)]
+        all_sources = tuple(source for names in sources for source in names)
+        return [Rule(all_sources, (tensor.name,), one.parts * count, axis, axes)]
     slabs = (Slab(0, expert * share, (expert + 1) * share) for expert in range(count))
-    whole = replace(one, targets=(tensor.name,), axis=axis, axes=axes)
-    return [replace(whole, sources=names, slab=slab) for names, slab in zip(sources, slabs, strict=True)]
+    rule = replace(one, targets=(tensor.name,), axis=axis, axes=axes)
+    return [replace(rule, sources=names, slab=slab) for names, slab in zip(sources, slabs, strict=True)]
 
 
 def _flat(statement: Statement, shape: Shape) -> Shape:
-    """Return the shape of concatenated experts, which versions of Paddle after 3.3 save with an axis of experts."""
+    """Return the shape with concatenated experts. Versions of Paddle after 3.3 save them with an axis of experts."""
     if statement.stack is not Stack.ROWS or len(shape) != len(statement.shape) + 1:
         return shape
     return (shape[0] * shape[1], *shape[2:])
 
 
 def _stored_stack_rules(statement: Statement, source: str, tensor: ModelTensor) -> list[Rule] | str:
-    """Return the rule of a stack that canonical files stack as well, on the first axis."""
+    """Return the rule of a stack of experts that is also a stack in canonical files."""
     rank = len(tensor.shape)
     if rank != statement.rank:
         return f"{statement.rank} axes are declared, this tensor has {rank}"
     axes = tuple(range(rank))
-    turned = statement.geometry is Geometry.LINEAR
-    order = (*axes[:-2], axes[-1], axes[-2]) if turned else axes
+    transposed = statement.geometry is Geometry.LINEAR
+    order = (*axes[:-2], axes[-1], axes[-2]) if transposed else axes
     return [Rule((source,), (tensor.name,), (tensor.shape[-1],), rank - 1, order)]
 
 
 def _with_owners(tensors: list[ModelTensor], ties: Mapping[str, str]) -> list[ModelTensor]:
-    """Return the tensors, and the owner of every alias that is alone, as on the last stage of a pipeline."""
+    """Add the owner of every alias whose owner is not on this rank, as on the last stage of a pipeline."""
     names = {tensor.name for tensor in tensors}
     absent = [
         ModelTensor(ties[tensor.name], tensor.shape, tensor.dtype, tensor.cuts)

@@ -1,11 +1,11 @@
 """Differences between the configuration that a checkpoint was saved with and the configuration of the live model.
 
-Tensors of equal names and shapes fit although configurations use them differently: another ``rope_theta`` or
-``hidden_act`` is another model with the same weights. :data:`GROUPS` lists the keys that change the meaning of weights,
-with the reason. Such a change is refused unless the user names its key. Every other change is reported.
+Names and shapes can match although two configurations use the weights differently: with another ``rope_theta`` or
+``hidden_act``, the same weights are a different model. :data:`GROUPS` lists the keys that change the meaning of
+weights, with the reason. Such a change is an error unless the user allows its key. All other changes are only reported.
 
-Compared are resolved configurations, in which defaults are filled in, value by value: a key of a nested configuration
-is written with dots, such as ``rope_scaling.factor``. Keys of :data:`LEFT_OUT` are not compared.
+Resolved configurations, with all defaults, are compared value by value. Keys of nested configurations have dots, such
+as ``rope_scaling.factor``. Keys in :data:`LEFT_OUT` are not compared.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from paddleformers_fc.families.names import family_keys
 from paddleformers_fc.families.registry import family_for, is_known
 
 OPTION = "flex_allow_config_changes"
-"""The option that names the keys that may change."""
+"""The option that lists the keys that may change."""
 
 ABSENT = "not set"
 _LONGEST = 48
 
 ADAPTERS = "lora"
-"""The prefix of keys of adapters, which are no keys of a configuration."""
+"""The prefix of adapter settings, which are not configuration keys."""
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "adapters have another rank, scaling or target, were trained on another base, or only one side has them": (
@@ -78,19 +78,19 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("scale_emb", "scale_depth", "dim_model_base", "embedding_scale", "use_embedding_scaling"),
     ),
 }
-"""The reasons for refused changes, with their keys. ``*`` matches any text."""
+"""The changes that must be allowed: reasons, with their keys. ``*`` matches any text."""
 
 _REPORTED_ONLY = ("moe_router_load_balancing_type", "moe_router_bias_update_rate")
-"""Keys of a group that affect only the training loss or later updates."""
+"""Keys that match a group but affect only the training loss or later updates."""
 
 _OF_TRAINING = frozenset(f"{ADAPTERS}.{name}" for name in ("dropout", "plus_scale", "location"))
-"""Keys of adapters that the use of their weights does not depend on."""
+"""Adapter settings that do not affect how the weights are used."""
 
 _PATTERNS = frozenset(f"{ADAPTERS}.{name}" for name in ("target_modules", "trainable_modules", "trainable_bias"))
-"""Keys of adapters that select tensors."""
+"""Adapter settings that select tensors."""
 
 LEFT_OUT = (
-    # The parallel layout, and the part of a model that a rank holds.
+    # The parallel layout, and a rank's part of the model.
     *("*parallel_size", "*parallel_rank", "*parallel_degree", "tensor_parallel*", "sequence_parallel"),
     *("num_empty_layers_*", "pp_seg_method", "ep_size", "moe_group", "moe_group_origin", "moe_rank"),
     *("moe_world_size", "disable_ffn_model_parallel", "num_acc_steps", "micro_batch_size", "cp_balance_mode"),
@@ -99,14 +99,14 @@ LEFT_OUT = (
     *("*_version", "architectures", "name_or_path", "auto_map", "torchscript"),
     # The precision is compared tensor by tensor.
     *("dtype", "torch_dtype"),
-    # The way in which a result is computed or returned.
+    # How a result is computed or returned.
     *("use_cache", "fuse_*", "*_fusion", "use_fused_*", "recompute*", "no_recompute_layers", "gradient_checkpointing"),
     *("*attn_implementation", "use_flash_attention", "use_flash_attn", "flashmask_*", "output_*", "return_dict*"),
     *("moe_subbatch_*", "loss_subbatch_*", "moe_token_dispatcher_type", "moe_deepep_*", "use_unified_moe"),
     *("moe_use_fusion_node", "moe_deep_gemm", "moe_ep_barrier", "moe_shared_expert_overlap", "using_sonic_moe"),
     *("moe_multimodal_dispatch_use_allgather", "use_single_model_implementation", "enable_mtp_magic_send"),
     *("enable_delay_scale_loss", "fd_fallback", "using_flex_token"),
-    # Weights are filled from the checkpoint.
+    # The initialization of weights, which the checkpoint replaces.
     *("initializer_*", "*init_method*", "perform_initialization"),
 )
 """Keys that are not compared."""
@@ -119,18 +119,18 @@ _SAME = (
 """Keys under which configurations repeat one value."""
 
 _ROTARY = ("rope_parameters", "rope_scaling")
-"""Nested values that repeat each other's keys and those of the configuration."""
+"""Nested values that repeat keys of each other and of the configuration."""
 
 
 class Change(msgspec.Struct, frozen=True):
     """A value that differs.
 
     Args:
-        key: its name; of a nested value the path with dots.
-        saved: the text of the stored value.
-        now: the text of the live value.
-        keys: every key under which the configuration repeats this value, ``key`` among them.
-        because: the reason for which a run with this change is refused; empty if it is only reported.
+        key: its name; for a nested value, the path with dots.
+        saved: the stored value as text.
+        now: the live value as text.
+        keys: every key under which the configuration repeats this value, including ``key``.
+        because: why the change must be allowed; empty if it is only reported.
     """
 
     key: str
@@ -140,24 +140,24 @@ class Change(msgspec.Struct, frozen=True):
     because: str = ""
 
     def is_named_in(self, named: Collection[str]) -> bool:
-        """Return whether ``named`` contains one of its keys, or a key that contains it."""
+        """Return whether ``named`` contains one of its keys, or a parent of one."""
         return any(key == one or key.startswith(f"{one}.") for key in self.keys for one in named)
 
 
 def config_changes(stored: ModelDescription, live: ModelDescription, complete: bool) -> list[Change]:
-    """List the differences between two configurations, the refused ones first.
+    """List the differences between two configurations; changes that must be allowed come first.
 
     Args:
         stored: the model of a checkpoint.
         live: the model that it is loaded into.
-        complete: whether ``stored`` contains every key; otherwise only the keys that it contains are compared.
+        complete: whether ``stored`` contains every key; otherwise only its keys are compared.
     """
     saved, now = dict(_values(stored.config)), dict(_values(live.config))
     if (IS_NLP in stored.config) != (IS_NLP in live.config):
-        # A class of PaddleNLP is described under keys of both libraries (``trainer/nlp_models.py``).
+        # The description of a PaddleNLP class has keys of both libraries (``trainer/nlp_models.py``).
         saved, now = ({key: one[key] for key in one if key in other} for one, other in ((saved, now), (now, saved)))
     if not complete:
-        now = {key: value for key, value in now.items() if _is_stated(key, stored.config)}
+        now = {key: value for key, value in now.items() if _has_key(key, stored.config)}
     saved, now = saved | dict(_adapter_values(stored)), now | dict(_adapter_values(live))
     changed = {}
     for key in sorted(saved.keys() | now.keys()):
@@ -175,10 +175,10 @@ def config_changes(stored: ModelDescription, live: ModelDescription, complete: b
 
 
 def contradictions(config: Mapping[str, Any], model: ModelDescription) -> list[str]:
-    """Return one line for every value of a ``config.json`` that the stored description of the model contradicts.
+    """Return one line for every value of a ``config.json`` that contradicts the stored description of the model.
 
-    A save writes the file as an export does, with corrected keys. A configuration that a caller gave, or that a
-    conversion found, is stored unchanged in both places.
+    A save writes the file with the keys of an export. A configuration from a caller or a conversion is stored unchanged
+    in both places.
 
     Args:
         config: the content of the file.
@@ -196,13 +196,13 @@ def contradictions(config: Mapping[str, Any], model: ModelDescription) -> list[s
     return [
         f"{key}: {value_text(one)} in config.json, {value_text(other)} in mapping.json"
         for key, one, other in _unequal(config, expected)
-        # Libraries name the ``model_type`` of a nested configuration differently.
+        # Libraries use different names for the ``model_type`` of a nested configuration.
         if key in read or not (_is_left_out(key) or is_of_source(key, other) or key.endswith(".model_type"))
     ]
 
 
 def _unequal(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the values that differ of keys that both configurations have."""
+    """Yield the common keys of two configurations whose values differ."""
     for key in sorted(one.keys() & other.keys()):
         first, second = one[key], other[key]
         if isinstance(first, Mapping) and isinstance(second, Mapping):
@@ -212,21 +212,21 @@ def _unequal(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "")
 
 
 def of_adapters(changes: Iterable[Change]) -> list[Change]:
-    """Return the changes of adapters, which explain tensors that are missing or have another shape."""
+    """Return the changes of adapter settings, which explain missing tensors and different shapes."""
     return [change for change in changes if change.key.startswith(f"{ADAPTERS}.")]
 
 
 def without_patterns(changes: Iterable[Change]) -> list[Change]:
-    """Return the changes other than those of patterns that select tensors.
+    """Return the changes without patterns that select tensors.
 
-    Names of layers differ between the classes of a model, such as those of pipelines, and several patterns select the
-    same layers. Equal tensors on both sides prove that two patterns do.
+    Different patterns can select the same layers, and layer names differ between classes of a model, such as pipelines.
+    Equal tensors on both sides prove that the patterns are equivalent.
     """
     return [change for change in changes if change.key not in _PATTERNS]
 
 
 def check_adapters_on_both_sides(stored: ModelDescription, live: ModelDescription, where: str) -> None:
-    """Refuse a whole model where adapters are trained, and adapters where a whole model is.
+    """Check that checkpoint and run both have adapters, or both a complete model.
 
     Args:
         stored: the model of the checkpoint.
@@ -234,64 +234,64 @@ def check_adapters_on_both_sides(stored: ModelDescription, live: ModelDescriptio
         where: the checkpoint.
 
     Raises:
-        MismatchError: with the ways to go on.
+        MismatchError: only one of them has adapters.
     """
     if (stored.adapters is None) == (live.adapters is None):
         return
     if stored.adapters is None:
-        what = "The checkpoint contains a whole model, and this run trains adapters (LoRA)."
+        what = "The checkpoint contains a complete model, and this run trains adapters (LoRA)."
         next_step = (
             f"To train adapters on these weights, export them with paddleformers-fc export {where} DIRECTORY, set "
-            "model_name_or_path to that directory and output_dir to a new one. To train the whole model on, leave out "
-            "LoRA."
+            "model_name_or_path to that directory and output_dir to a new one. To continue training the complete "
+            "model, do not use LoRA."
         )
     else:
-        what = "The checkpoint contains adapters (LoRA), and this run trains a whole model."
+        what = "The checkpoint contains adapters (LoRA), and this run trains a complete model."
         base = stored.adapters.base.location or "BASE"
         next_step = (
-            "To train the adapters on, use LoRA as in the run that saved them. To train the whole model from here, "
-            f"merge them with paddleformers-fc export {where} DIRECTORY --base {base}, set model_name_or_path to that "
-            "directory and output_dir to a new one."
+            "To continue training the adapters, use LoRA as in the run that saved them. To train the complete model "
+            f"from here, merge them with paddleformers-fc export {where} DIRECTORY --base {base}, set "
+            "model_name_or_path to that directory and output_dir to a new one."
         )
     raise MismatchError(f"{what} No weight was changed.", where=where, next_step=next_step)
 
 
 def check_changes_allowed(changes: Iterable[Change], allowed: Collection[str], where: str, fits: bool = True) -> None:
-    """Refuse changes of the meaning of weights that the user has not allowed.
+    """Check that the user allows all changes that alter the meaning of weights.
 
     Args:
         changes: the result of :func:`config_changes`.
         allowed: the keys that the user allows to change.
         where: the checkpoint.
-        fits: whether the tensors fit; naming the keys does not help if some are missing or have another shape.
+        fits: whether names and shapes of the tensors match; if not, allowing the keys would not help.
 
     Raises:
-        MismatchError: with a table of every such change.
+        MismatchError: with a table of the changes that are not allowed.
     """
-    refused = [change for change in changes if change.because and not change.is_named_in(allowed)]
-    if not refused:
+    rejected = [change for change in changes if change.because and not change.is_named_in(allowed)]
+    if not rejected:
         return
-    reasons = dict.fromkeys(change.because for change in refused)
-    keys = ", ".join(sorted({*allowed, *(change.key for change in refused)}))
+    reasons = dict.fromkeys(change.because for change in rejected)
+    keys = ", ".join(sorted({*allowed, *(change.key for change in rejected)}))
     named = f", or name every changed key for the Trainer: {OPTION}: [{keys}]"
     raise MismatchError(
         "The model's configuration gives the stored weights another meaning. No weight was changed.",
         where=where,
-        evidence=[*table(refused), *(f"{_of(refused, reason)}: {reason}" for reason in reasons)],
+        evidence=[*table(rejected), *(f"{_of(rejected, reason)}: {reason}" for reason in reasons)],
         next_step="Resume with the configuration that the checkpoint was saved with"
         + (named if fits else "; its tensors do not fit this one."),
     )
 
 
 def table(changes: Sequence[Change]) -> list[str]:
-    """Return the lines of a table of changes: key, saved, now."""
+    """Format changes as a table with the columns key, saved and now."""
     rows = [("key", "saved", "now"), *((change.key, change.saved, change.now) for change in changes)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return [f"{key:{widths[0]}}  {saved:{widths[1]}}  {now}" for key, saved, now in rows]
 
 
 def value_text(value: object) -> str:
-    """Return a value as JSON; for a long one its beginning and a digest."""
+    """Format a value as JSON; a long value becomes its beginning and a digest."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     if len(text) <= _LONGEST:
         return text
@@ -311,12 +311,12 @@ def _values(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _is_stated(key: str, config: Mapping[str, Any]) -> bool:
-    """Return whether a configuration has a key, or the value that it is a part of."""
+def _has_key(key: str, config: Mapping[str, Any]) -> bool:
+    """Return whether a configuration has a key, or the nested value that contains it."""
     first, _, rest = key.partition(".")
     nested = config.get(first)
     if rest and first.endswith("_config") and isinstance(nested, Mapping):
-        return _is_stated(rest, nested)
+        return _has_key(rest, nested)
     return first in config
 
 
@@ -333,7 +333,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _spelled_once(key: str) -> str:
-    """Return one name for all keys under which configurations repeat a value."""
+    """Return one name for all keys that repeat the same value."""
     head, _, last = key.rpartition(".")
     parents = [one for one in head.split(".") if one and one not in _ROTARY]
     known = next((min(names) for names in _SAME if last in names), last)
@@ -341,7 +341,7 @@ def _spelled_once(key: str) -> str:
 
 
 def _because(key: str) -> str:
-    """Return why a change of a key is refused, or an empty text."""
+    """Return why a change of a key must be allowed; empty if it need not be."""
     parts = key.split(".")
     if key in _OF_TRAINING or _matches(parts, _REPORTED_ONLY):
         return ""
@@ -349,7 +349,7 @@ def _because(key: str) -> str:
 
 
 def _is_left_out(key: str) -> bool:
-    # Keys of adapters contain names of files and are no keys of a configuration.
+    # Adapter settings contain names of files, and are not configuration keys.
     return not key.startswith(f"{ADAPTERS}.") and _matches(key.split("."), LEFT_OUT)
 
 

@@ -1,11 +1,9 @@
-"""Rules of a model that no family declares, from the AOA statements of its class.
+"""Derive the rules of a model without a family from the AOA statements of its class.
 
-The inverse statements give the canonical tensors, the forward statements the mapping from them to the model. Both are
-proved, and each must undo the other. If a class has forward statements alone, they are inverted. As in Paddle's engine,
-a statement with placeholders has no effect if neither side has such tensors. Casts are ignored: canonical tensors have
-the dtypes of the model, and a load casts to them.
-
-Linear in the tensors, and in the boxes of each.
+The inverse statements define the canonical tensors, and the forward statements map them to the model. Both are proved,
+and each must undo the other. If a class has only forward statements, they are inverted. As in Paddle's engine,
+statements with placeholders have no effect if neither side has such tensors. Casts are ignored: canonical tensors have
+the dtypes of the model, and loading casts to them. Linear in the tensors and their boxes.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from paddleformers_fc.text import fold
 
 _NEUTRAL = "float32"
 _CASTS = frozenset({"dtype", "src_dtype", "dst_dtype"})
-_TURNED = ".turned"
+_TRANSPOSED_NAME = ".turned"
 
 
 def rules_of_statements(tensors: Tensors, forward: Program, inverse: Program | None, is_tied: bool) -> RuleSet:
@@ -35,10 +33,10 @@ def rules_of_statements(tensors: Tensors, forward: Program, inverse: Program | N
         tensors: every tensor of the model by name.
         forward: the statements from canonical tensors to the model.
         inverse: the statements from the model to canonical tensors; None if the class has none.
-        is_tied: whether word embeddings are tied: a tensor that is a copy of another one's source is then its alias.
+        is_tied: whether word embeddings are tied. A second tensor with the same source is then an alias.
     Raises:
-        MappingError: a statement is invalid, a direction cannot be proved or does not undo the other, or no rule moves
-            the boxes of a tensor.
+        MappingError: a statement is invalid, a direction cannot be proved or does not undo the other, or no rule
+            describes the boxes of a tensor.
     """
     model = {name: replace(one, dtype=_NEUTRAL) for name, one in tensors.items()}
     back = evaluate(_applicable(_inverted(forward, model) if inverse is None else inverse, model, {}), model, None)
@@ -54,7 +52,7 @@ def rules_of_statements(tensors: Tensors, forward: Program, inverse: Program | N
         targets={name: one.spec for name, one in tensors.items()},
         rules=tuple(rules),
         ties=ties,
-        # A rule needs an axis. A tensor without one is taken over as it is.
+        # Rules need an axis, so tensors without one are loaded by name.
         fresh=tuple(sorted(mapping.fresh | {name for name in mapping.made if not mapping.targets[name].shape})),
     )
 
@@ -66,7 +64,7 @@ def _raise_faults(faults: Iterable[str], what: str) -> None:
 
 
 def _applicable(program: Program, left: Collection[str], right: Collection[str]) -> Program:
-    """Return the statements without casts, and without those about tensors that the model lacks."""
+    """Return the statements without casts, and without statements about tensors that the model lacks."""
     index, targets = NameIndex(left), NameIndex(right)
     kept = [
         replace(one, attributes={key: value for key, value in one.attributes.items() if key not in _CASTS})
@@ -89,12 +87,12 @@ def _applies(statement: AoaStatement, left: NameIndex, right: NameIndex) -> bool
 
 
 def _numbered(*sides: Sequence[Item]) -> str:
-    """Return the first name with placeholders, which determines their numbers; empty if there is none."""
+    """Return the first name with placeholders, which provides their numbers; empty if there is none."""
     return next((item.pattern for side in sides for item in side if "$" in item.pattern), "")
 
 
 def _ties(forward: Program, model: Collection[str], back: TensorMapping) -> Iterator[Tie]:
-    """Yield the tensors that are copies of a canonical tensor, which the inverse makes of another one."""
+    """Yield the tensors that copy a canonical tensor which the inverse statements take from another tensor."""
     for one in forward.statements:
         source, alias = one.left[0].pattern, one.right[0].pattern
         if len(one.left) == len(one.right) == 1 and alias in model and source in back.made:
@@ -104,16 +102,16 @@ def _ties(forward: Program, model: Collection[str], back: TensorMapping) -> Iter
 
 
 def _without(back: TensorMapping, aliases: frozenset[str]) -> TensorMapping:
-    """Return the mapping of the inverse statements without tensors that are aliases."""
+    """Return the mapping of the inverse statements without aliases."""
     made = {name: one for name, one in back.made.items() if aliases.isdisjoint(one.names)}
     sources = {name: spec for name, spec in back.sources.items() if name not in aliases}
     return TensorMapping(sources, {name: back.targets[name] for name in made}, made, back.fresh, back.dropped - aliases)
 
 
 def _inverted(forward: Program, model: Mapping[str, object]) -> Program:
-    """Return the statements of the opposite direction, the last first.
+    """Return the statements of the opposite direction, in reverse order.
 
-    Placeholders get the numbers of the model's tensors. Of several copies of a source the first one is read.
+    The model's tensors provide the numbers of placeholders. If a source has several copies, the first is read.
     """
     index, texts, read = NameIndex(model), list[str](), set[str]()
     assigned = {item.pattern for one in forward.statements for item in one.right}
@@ -126,15 +124,15 @@ def _inverted(forward: Program, model: Mapping[str, object]) -> Program:
                 texts += [f"{name} -> {NOTHING}" for name in right]
                 continue
             read.update(left)
-            turned = [name for name, item in zip(left, statement.left, strict=True) if item.transposed]
-            texts += [f"{name}{_TURNED}{TRANSPOSED} -> {name}" for name in turned]
-            between = [f"{name}{_TURNED}" if name in turned else name for name in left]
+            transposed = [name for name, item in zip(left, statement.left, strict=True) if item.transposed]
+            texts += [f"{name}{_TRANSPOSED_NAME}{TRANSPOSED} -> {name}" for name in transposed]
+            between = [f"{name}{_TRANSPOSED_NAME}" if name in transposed else name for name in left]
             texts.append(", ".join([f"{', '.join(right)} -> {', '.join(between)}", *_attributes(statement)]))
     return read_statements(texts[::-1])
 
 
 def _numbers(statement: AoaStatement, index: NameIndex) -> Iterator[dict[str, str]]:
-    """Yield the values of a statement's placeholders, by the model's tensors on its right side."""
+    """Yield the values of a statement's placeholders, from the model's tensors on the right side."""
     pattern = _numbered(statement.right, statement.left)
     keys = sorted((key for key in (LAYER, EXPERT) if key in pattern), key=pattern.index)
     try:
@@ -163,7 +161,7 @@ def _attributes(statement: AoaStatement) -> Iterator[str]:
 
 
 def _rules(mapping: TensorMapping) -> tuple[list[Rule], list[str]]:
-    """Return rules that move exactly the boxes of a mapping, and the tensors without any."""
+    """Return rules that describe the boxes of a mapping, and the tensors for which there are none."""
     back, rules, unknown, done = mapping.reversed(), list[Rule](), list[str](), set[str]()
     for name, items in mapping.by_target.items():
         siblings = mapping.readers[items[0].source]
@@ -179,7 +177,7 @@ def _rules(mapping: TensorMapping) -> tuple[list[Rule], list[str]]:
 
 
 def _fit(mapping: TensorMapping, target: str) -> list[Rule]:
-    """Return rules of whole sources that are exactly the boxes of a target; empty if there are none."""
+    """Return rules of complete sources that give exactly the boxes of a target; empty if there are none."""
     shape, items = mapping.targets[target].shape, coalesced(mapping.by_target[target])
     items.sort(key=lambda item: item.target_box.lo)
     for axis in (None, *range(len(shape))):
@@ -190,21 +188,21 @@ def _fit(mapping: TensorMapping, target: str) -> list[Rule]:
         rules = [_joined(mapping, target, slab, group) for slab, group in slabs.items()]
         if any(fault for rule in rules for fault in rule.faults([shape])):
             continue
-        made = RuleSet({target: mapping.targets[target]}, tuple(rules)).mapping().by_target[target]
-        if {*items} == {*coalesced(made)}:
+        given = RuleSet({target: mapping.targets[target]}, tuple(rules)).mapping().by_target[target]
+        if {*items} == {*coalesced(given)}:
             return rules
     return []
 
 
 def _joined(mapping: TensorMapping, target: str, slab: Slab | None, items: Sequence[Correspondence]) -> Rule:
-    """Return the rule that joins whole sources along one axis of a target, as far as the boxes are such a rule."""
+    """Return the rule that most likely has these boxes: it joins complete sources along one axis of the target."""
     names, axes = tuple(dict.fromkeys(item.source for item in items)), items[0].axes
     starts = [{item.target_box.lo[axis] for item in items} for axis in range(len(axes))]
     axis = max(range(len(axes)), key=lambda one: (len(starts[one]) > 1, slab is None or one != slab.axis, one))
     parts = tuple(mapping.sources[name].shape[axes[axis]] for name in names)
     blocks = sum(item.source == names[0] for item in items)
     if len(names) == 1 and blocks > 1:
-        # One source holds its parts one after the other. The second group begins where the first stretch ends in it.
+        # One source contains its parts one after the other. The second group begins where the first stretch ends in it.
         bounds = [(item.source_box.lo[axes[axis]], item.source_box.hi[axes[axis]]) for item in items]
         period = next((at for at, (low, _) in enumerate(bounds) if low == bounds[0][1]), 1)
         blocks = len(items) // period

@@ -1,14 +1,13 @@
-"""The data of a family declaration: one statement per kind of tensor, in the names of the model.
+"""The data types of a family declaration: one statement per kind of tensor.
 
-A statement contains the name of a model tensor with ``{layer}``, ``{expert}`` or another placeholder for each number,
-the canonical (Hugging Face) tensors that it consists of, and its geometry. It also contains the shape, the axis that
-tensor parallelism cuts, and the conditions under which a model has the tensor. Digits in a name are literal:
-``mlp.0.weight``. :mod:`paddleformers_fc.families.language` has the verbs that declare statements.
+A statement contains the name of a model tensor, with a placeholder such as ``{layer}`` or ``{expert}`` for each number,
+the canonical (Hugging Face) tensors that it consists of, and its geometry. It also has the shape, the axis that tensor
+parallelism cuts, and the conditions under which a model has the tensor. Digits in a name are literal:
+``mlp.0.weight``. :mod:`paddleformers_fc.families.language` has the functions that declare statements.
 
-Two results are derived from statements: the rules of a real model and their reverse
-(:mod:`paddleformers_fc.families.bind`), and the list of tensors that a configuration gives
-(:mod:`paddleformers_fc.families.enumerate`). Binding depends on the geometry alone: a tensor is bound whatever shape,
-cut and condition are declared.
+Statements give the rules of a real model and their reverse (:mod:`paddleformers_fc.families.bind`), and the tensors of
+a configuration (:mod:`paddleformers_fc.families.enumerate`). Binding uses only the geometry, whatever shape, cut and
+conditions are declared.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from paddleformers_fc.families.sizes import Conditions, OneOf, Size, names_of
 from paddleformers_fc.mapping.rules import flat
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
-"""A placeholder in a declared name; its group is the placeholder itself."""
+"""A placeholder in a declared name; its group is the name without braces."""
 
 NUMBER = re.compile(r"(?<=\.)([0-9]{1,18})(?=\.|\Z)")
 """A number in a tensor name."""
@@ -33,7 +32,7 @@ _ANY_NUMBER = re.compile(r"(?<=\{)\w+(?=\})|(?<=\.)[0-9]{1,18}(?=\.|\Z)")
 
 
 class ModelClass(Enum):
-    """The two kinds of model classes, which have different names and layouts for the same tensors."""
+    """The two kinds of model classes. They have different names and layouts for the same tensors."""
 
     FLEET = "PaddleFleet"
     FORMERS = "PaddleFormers"
@@ -43,7 +42,7 @@ FLEET, FORMERS = ModelClass.FLEET, ModelClass.FORMERS
 
 
 class Geometry(Enum):
-    """The content of a tensor's output axis; :mod:`paddleformers_fc.families.bind` derives rules from it."""
+    """How a tensor relates to its canonical tensors; :mod:`paddleformers_fc.families.bind` derives rules from it."""
 
     SAME = "same"
     LINEAR = "linear"
@@ -54,19 +53,19 @@ class Geometry(Enum):
 
 
 class Stage(Enum):
-    """The place in a pipeline of a tensor outside of the model's layers."""
+    """The pipeline stage of a tensor outside of the model's layers."""
 
-    FIRST = "beside the embedding"
-    NORM = "behind the last layer"
-    LAST = "beside the head"
+    FIRST = "with the embedding"
+    NORM = "after the last layer"
+    LAST = "with the head"
     ABSENT = "in no pipeline"
 
 
 class Stack(Enum):
-    """How the experts of one layer lie in one tensor, in order along its first axis."""
+    """How the experts of a layer are stacked in one tensor, along its first axis."""
 
-    ROWS = "one below the other"
-    NEW_AXIS = "on an axis of their own"
+    ROWS = "concatenated"
+    NEW_AXIS = "on a new axis"
 
 
 class Statement(msgspec.Struct, frozen=True):
@@ -74,32 +73,32 @@ class Statement(msgspec.Struct, frozen=True):
 
     Args:
         target: the name in the model, with placeholders for numbers.
-        sources: the canonical names, with the same placeholders: one that holds all parts, or one per part. Empty for
-            a tensor that always keeps its initial values. For a stack, the names of one expert, with ``{expert}``, or
+        sources: the canonical names, with the same placeholders: one with all parts, or one per part. Empty for a
+            tensor that always keeps its initial values. For a stack, the names of one expert, with ``{expert}``, or
             the name of the canonical stack.
-        geometry: the relation of the sources and the target.
-        turned: whether canonical [out, in] is [in, out] in the model. Ignored for tensors of one axis.
-        stack: the layout of the experts in a target that holds those of a whole layer.
-        shape: the size of every axis; of a stack, that of a single expert.
+        geometry: how the target consists of the sources.
+        transposed: whether canonical [out, in] is [in, out] in the model. Ignored for tensors of one axis.
+        stack: how the target stacks the experts of a layer; None if it does not.
+        shape: the size of every axis; for a stack, the shape of a single expert.
         cut: the axis that tensor parallelism cuts, if any.
-        where: the conditions under which a model has the tensor; none for always.
-        dtype: the dtype of the tensor where it differs from the model's; empty for the model's.
-        model_class: the model class that has the tensor; None for both. ``family`` turns it into a condition.
-        tower: the tower whose sizes the statement refers to; empty for the family itself.
-        parts: the lengths of the parts of a fused layer, such as query, key and value. Those of parts that lie in one
-            of several sources are a tuple. Empty for heads of one size.
+        where: the conditions under which a model has the tensor; empty for always.
+        dtype: the dtype if it differs from the model's; else empty.
+        model_class: the model class that has the tensor; None for both. ``family`` converts it to a condition.
+        tower: the tower whose sizes the statement uses; empty for the family's sizes.
+        parts: the lengths of the parts of a fused layer, such as query, key and value. A tuple lists parts of one
+            source, if there are several. Empty for heads of one size.
         groups: the number of groups in which such a source interleaves its parts.
-        siblings: the last parts of the names of all tensors that its source holds, in order and of one length, if it
-            holds several. They lie in one scope of the model.
-        stage: its place in a pipeline; None for that of its tower, or beside the head. Ignored for tensors of layers.
+        siblings: if the source contains several tensors of equal length in one scope of the model, the last parts of
+            their names, in order.
+        stage: the pipeline stage; None for the stage of its tower, or the last one. Ignored for tensors of layers.
         trained: whether an optimizer updates it.
-        layer: the number that functions of conditions and shapes get as ``layer``, of tensors without ``{layer}``.
+        layer: the value that conditions and shapes get as ``layer``, for tensors without ``{layer}``.
     """
 
     target: str
     sources: tuple[str, ...]
     geometry: Geometry = Geometry.SAME
-    turned: bool = True
+    transposed: bool = True
     stack: Stack | None = None
     shape: tuple[Size, ...] = ()
     cut: int | None = None
@@ -116,12 +115,12 @@ class Statement(msgspec.Struct, frozen=True):
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """The numbers of the target in order: names of placeholders, and digits where the number is literal."""
+        """The numbers in the target's name, in order: names of placeholders, and literal digits."""
         return tuple(_ANY_NUMBER.findall(self.target))
 
     @property
     def lengths(self) -> tuple[str, ...]:
-        """The length of every part that is declared."""
+        """The length of every declared part."""
         return flat(self.parts)
 
     @property
@@ -131,7 +130,7 @@ class Statement(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> frozenset[str]:
-        """The names that its conditions, shape and parts use."""
+        """The names of sizes that its conditions, shape and parts use."""
         sizes = (*(one for one, _ in self.where), *self.shape, *self.parts, self.groups)
         own = frozenset(name for one in sizes for name in names_of(one))
         own |= frozenset(names_of(self.layer)) if "layer" in own and self.layer else frozenset()
@@ -148,7 +147,7 @@ class Numbers(msgspec.Struct, frozen=True):
         name: the placeholder, without braces.
         count: the length of the range.
         start: the first number in canonical names.
-        shift: the difference between a number in the model and the canonical number.
+        shift: the number in the model minus the canonical number.
     """
 
     name: str
@@ -158,7 +157,7 @@ class Numbers(msgspec.Struct, frozen=True):
 
 
 class TiedName(msgspec.Struct, frozen=True):
-    """An alias of the owner's tensor if the model's configuration ties its word embeddings and fulfils conditions."""
+    """An alias of the owner if the configuration ties word embeddings and meets the conditions."""
 
     alias: str
     owner: str
@@ -166,7 +165,7 @@ class TiedName(msgspec.Struct, frozen=True):
 
 
 class OptionalName(msgspec.Struct, frozen=True):
-    """The beginning of canonical names that a file may lack."""
+    """A prefix of canonical names that a file may lack."""
 
     beginning: str
 
@@ -177,11 +176,11 @@ class Tower(msgspec.Struct, frozen=True):
     Args:
         name: its name; ``vision.hidden`` is the size ``hidden`` of tower ``vision``.
         key: the path of its nested configuration, such as ``vision_config``.
-        statements: its statements, which the family's contain as well.
+        statements: its statements; the family's statements include them.
         numbers: the placeholder of its layers.
-        sizes: its sizes, which precede :data:`SIZES`.
-        defaults: the values of the model's class for keys that the nested configuration lacks.
-        flat: whether a configuration without the nested one has its keys outside of it.
+        sizes: its sizes, which take precedence over :data:`SIZES`.
+        defaults: the class's values for keys that the nested configuration lacks.
+        flat: whether the keys are on the top level if there is no nested configuration.
     """
 
     name: str
@@ -195,7 +194,7 @@ class Tower(msgspec.Struct, frozen=True):
 
 Part = Statement | TiedName | OptionalName
 Parts = tuple[Part, ...]
-"""What a verb of a declaration gives."""
+"""The result of a function of :mod:`.language`."""
 
 
 SIZES: Mapping[str, Size] = {
@@ -220,19 +219,20 @@ SIZES: Mapping[str, Size] = {
         linear_num_value_heads * linear_value_head_dim
     ),
 }
-"""Sizes that most families share; those of a family precede them."""
+"""Sizes that most families share; a family's own sizes take precedence."""
 
 DIVIDED = {"vocab": "vocab_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 """Sizes that the degree of tensor parallelism divides, and their keys."""
 
 TEXT_EXPERTS = "text_experts"
-"""The size of families with experts of two modalities: those of the first. Expert ranks share those of either."""
+"""The number of text experts, in families with experts of two modalities. Expert-parallel ranks share the experts of
+each modality."""
 
 BUILT = ("embed", "layers", "norm")
-"""The parts that every class builds first, in order, by the beginnings of names under ``model.``."""
+"""The parts that every class builds first, in order, by the prefixes of names under ``model.``."""
 
 NUMBERS: tuple[Numbers, ...] = (Numbers("layer", "layers"), Numbers("expert", "experts"))
-"""Numbers that most families share; those of a family precede them."""
+"""Numbers that most families share; a family's own numbers take precedence."""
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -240,22 +240,22 @@ class Family(msgspec.Struct, frozen=True):
 
     Args:
         name: the ``model_type`` of its configurations.
-        statements: one per kind of tensor. Several statements of one name are distinguished by shape and condition.
+        statements: one per kind of tensor. Shape and conditions distinguish statements of one name.
         tied: aliases under ``tie_word_embeddings``.
-        optional: prefixes of canonical names that a file may lack, with placeholders. A tensor that the file lacks
-            keeps its initial values, and one that the model lacks is dropped. Both are reported. The names of one
-            prefix and one number (of all numbers for ``{layer}``) are present or absent together. A tensor in a file
-            beside one that the model reads, such as its bias, is never dropped. Earlier prefixes take precedence. Where
-            a prefix also matches layers of the model, a group is optional only if it has a name that no such layer has.
-        sizes: the family's sizes, which precede :data:`SIZES`.
-        numbers: the family's numbers, which precede :data:`NUMBERS`.
-        defaults: the values of the model's class for keys that a ``config.json`` lacks.
+        optional: prefixes of canonical names that a file may lack, with placeholders. Tensors that the file lacks keep
+            their initial values; tensors that the model lacks are dropped. Both are reported. All names with one prefix
+            and number (all numbers for ``{layer}``) are present or absent together. Stored tensors of a layer that the
+            model reads in part, such as a bias, are never dropped. Earlier prefixes take precedence. If a prefix also
+            matches layers of the model, a group is optional only if it has a name that no such layer has.
+        sizes: the family's sizes, which take precedence over :data:`SIZES`.
+        numbers: the family's numbers, which take precedence over :data:`NUMBERS`.
+        defaults: the class's values for keys that a ``config.json`` lacks.
         tiny: a configuration of a few thousand elements, on which the family is proved when it is registered.
-        exported: keys of an exported ``config.json`` beside those that PaddleFormers writes, and their values: the
-            names of other libraries for a size, and keys that PaddleFormers drops.
-        towers: parts of the model with sizes of their own.
-        built: the parts that the class builds after :data:`BUILT`, in order, by the beginnings of names.
-        divided: sizes of :data:`DIVIDED` that the class itself compares with the degree of tensor parallelism.
+        exported: additional keys of an exported ``config.json``, with their values: names of sizes in other libraries,
+            and keys that PaddleFormers drops.
+        towers: parts of the model with their own sizes.
+        built: the parts that the class builds after :data:`BUILT`, in order, by the prefixes of their names.
+        divided: sizes of :data:`DIVIDED` that the class itself checks against the degree of tensor parallelism.
     """
 
     name: str

@@ -1,23 +1,14 @@
-"""The description of a model on which its mapping depends: its resolved configuration, and its class.
+"""The description of a model that determines its mapping: resolved configuration, class, and LoRA adapters.
 
-A configuration file is not sufficient. PaddleFormers omits keys when it writes one (empty layers before the first
-layer, fused experts), and no key contains the class of the model. A live model is therefore described by its live
-configuration (:mod:`paddleformers_fc.trainer.description`), and a checkpoint stores the description.
+A configuration file is not sufficient: PaddleFormers omits keys when it writes one, and no key contains the class of
+the model. A live model is therefore described by its live configuration (:mod:`paddleformers_fc.trainer.description`),
+and a checkpoint stores the description.
 
-Low-rank adapters (LoRA): a description of them, and statements derived from the linear layers of the family.
-
-A linear layer with an adapter has two more tensors: ``lora_A`` [in, r] and ``lora_B`` [r, out]; its weight becomes
-``weight + lora_A @ lora_B * scaling``. Their geometry follows from the weight:
-
-* ``lora_A`` reads the inputs of the layer: one tensor, also for fused layers, cut where the weight is cut by rows.
-* ``lora_B`` has the outputs of the layer: the parts and groups of a fused weight, cut where it is cut by columns.
-
-Canonical names and orientation are those of Hugging Face PEFT: ``q_proj.lora_A.weight`` [r, in] and
-``q_proj.lora_B.weight`` [out, r]. A fused layer has one canonical ``lora_A`` under its own name (``qkv_proj``), and one
-``lora_B`` per part.
-
-The statements that are derived are bound, enumerated and proved as those of the family. Patterns of a description are
-never evaluated here: they may come from a file.
+A linear layer with an adapter has two more tensors, ``lora_A`` [in, r] and ``lora_B`` [r, out], in the layout of its
+inputs and outputs. Their statements are derived from the layer's statement. Canonical names and orientation follow
+Hugging Face PEFT: ``q_proj.lora_A.weight`` [r, in] and ``q_proj.lora_B.weight`` [out, r]. A fused layer has one
+canonical ``lora_A`` under its own name (``qkv_proj``), and one ``lora_B`` per part. Patterns of a description may come
+from a file, and are never evaluated here.
 """
 
 from __future__ import annotations
@@ -34,7 +25,7 @@ from paddleformers_fc.families.declarations import Family, Geometry, Statement, 
 from paddleformers_fc.mapping import RuleSet
 
 A, B = "lora_A", "lora_B"
-"""The last part of the name of an adapter's tensor in a model."""
+"""The last part of the names of an adapter's tensors in a model."""
 
 MAX_RANK = 1 << 20
 
@@ -47,8 +38,8 @@ class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     Args:
         location: the directory that they were read from; empty if they were not read from files.
-        files: the xxh3_128 of every file of weights, by its name in that directory.
-        tensors: without files, a digest of the canonical tensors, which does not depend on a layout.
+        files: the xxh3_128 of every weight file, by name.
+        tensors: without files, a digest of the canonical tensors, independent of the layout.
     """
 
     location: str = ""
@@ -57,7 +48,7 @@ class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
     @property
     def contents(self) -> dict[str, str]:
-        """Return the properties that must be equal: the base may be moved."""
+        """The properties that identify the base. The location is not one of them, because a base can be moved."""
         return {**self.files, **({"tensors": self.tensors} if self.tensors else {})}
 
 
@@ -65,14 +56,14 @@ class Adapters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
     """The adapters of a model.
 
     Args:
-        r: the rank: the length of the axis that ``lora_A`` and ``lora_B`` share.
+        r: the rank, which is the length of the axis that ``lora_A`` and ``lora_B`` share.
         alpha: the numerator of :attr:`scaling`.
         rslora: whether the denominator of :attr:`scaling` is the square root of the rank.
-        target_modules: patterns of the layers with adapters; each matches a whole name of a layer of PaddleFormers.
-        trainable_modules: patterns of other tensors that are trained.
-        trainable_bias: the biases that are trained: those of layers with adapters (``lora``), ``all`` or none.
-        dropout: of the inputs of adapters, in training.
-        plus_scale: the factor of the learning rate of ``lora_B``.
+        target_modules: patterns of the layers with adapters; each must match the full name of a PaddleFormers layer.
+        trainable_modules: patterns of other trained tensors.
+        trainable_bias: which biases are trained: of layers with adapters (``lora``), ``all`` or none.
+        dropout: dropout of the adapters' inputs in training.
+        plus_scale: the learning-rate factor of ``lora_B``.
         base: the weights that the adapters were trained on.
 
     Raises:
@@ -100,13 +91,13 @@ class Adapters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
 
     @property
     def settings(self) -> dict[str, object]:
-        """Return what two runs compare, by key."""
+        """All settings by key, for the comparison of two runs."""
         values = msgspec.structs.asdict(self)
         return {**values, "base": self.base.contents, "location": self.base.location}
 
 
 def with_adapters(family: Family, adapters: Adapters | None) -> Family:
-    """Return a family with the statements of adapters of one rank; the family itself if a model has none."""
+    """Return the family with the statements of the adapters; the family itself if there are none."""
     if adapters is None:
         return family
     derived = [one for statement in family.statements for one in _of_layer(statement, adapters.r)]
@@ -114,13 +105,13 @@ def with_adapters(family: Family, adapters: Adapters | None) -> Family:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a tensor of a model or a canonical tensor is one of an adapter, by its name."""
+    """Return whether a tensor, by its canonical name or its name in a model, belongs to an adapter."""
     module = name.removesuffix(_WEIGHT)
     return module.endswith((f".{A}", f".{B}"))
 
 
 def shared_inputs(rules: RuleSet) -> dict[str, tuple[str, ...]]:
-    """Return the canonical ``lora_A`` of every fused layer, and the names that it would have in each of its parts."""
+    """Return the canonical ``lora_A`` of every fused layer, with its names for each part of the layer."""
     sources = {rule.targets[0]: rule.sources for rule in rules.rules}
     found: dict[str, tuple[str, ...]] = {}
     for target, parts in sources.items():
@@ -131,24 +122,24 @@ def shared_inputs(rules: RuleSet) -> dict[str, tuple[str, ...]]:
 
 
 def shared_copies(rules: RuleSet) -> dict[str, str]:
-    """Return :func:`shared_inputs` by copy: in PEFT's files each part of a fused layer has one."""
+    """Return the inverse of :func:`shared_inputs`: PEFT's files have one copy per part of a fused layer."""
     return {copy: name for name, copies in shared_inputs(rules).items() for copy in copies}
 
 
 def layer_patterns(leaves: Iterable[str]) -> list[str]:
-    """Return the patterns of PaddleFormers for all layers with some last parts of names."""
+    """Return PaddleFormers' patterns for all layers whose names end with these parts."""
     return [rf".*\.{re.escape(leaf)}" for leaf in sorted(leaves)]
 
 
 def _of_layer(layer: Statement, rank: int) -> Statements:
-    """Return the statements of an adapter of one kind of layer; none if the layer is not a linear one."""
+    """Return the statements of a layer's adapter; none if the layer is not linear."""
     fused = layer.geometry in _WITH_PARTS
     linear = (fused or layer.geometry is Geometry.LINEAR) and layer.target.endswith(_WEIGHT) and len(layer.shape) == 2
-    if not linear or not layer.turned or layer.stack is not None or not layer.sources:
+    if not linear or not layer.transposed or layer.stack is not None or not layer.sources:
         return ()
     module = layer.target.removesuffix(_WEIGHT)
     parts = [source.removesuffix(_WEIGHT) for source in layer.sources]
-    # The parts of a fused layer share their inputs, under the name of the layer beside them.
+    # The parts of a fused layer share ``lora_A``, which is named after the fused layer in the scope of the parts.
     shared = parts[0] if len(parts) == 1 else f"{parts[0].rpartition('.')[0]}.{module.rpartition('.')[2]}"
     inputs, outputs = layer.shape
     return (
@@ -172,34 +163,35 @@ def _of_layer(layer: Statement, rank: int) -> Statements:
 
 
 IS_FLEET = "is_fleet"
-"""The name of the class of a model in declarations. It is never a key of a configuration."""
+"""The name in declarations for "the model's class is from PaddleFleet". It is never a configuration key."""
 
 IS_NLP = "is_nlp"
-"""The key of a description, never of a configuration file, that is true if the model's class is one of PaddleNLP."""
+"""A key of descriptions, never of configuration files: the model's class is from PaddleNLP."""
 
 ALTERNATES = "experts_alternate"
-"""The key of a description, never of a configuration file, that is true in training under ``using_sonic_moe``: rows of
-gate and up alternate in a stack of experts."""
+"""A key of descriptions, never of configuration files: rows of gate and up alternate in stacked experts, as in training
+with ``using_sonic_moe``."""
 
 STACK_OF_FFN = ".grouped_gemm_experts.weight1"
-"""The end of the name of such a stack."""
+"""The ending of the names of such stacks."""
 
 _PLAIN_SUFFIX = "Deprecated"
-"""The end of the name of PaddleFormers' class in families that have a class of PaddleFleet as well."""
+"""The ending of the name of PaddleFormers' class in families that also have a PaddleFleet class."""
 
 
 class ModelDescription(msgspec.Struct, frozen=True):
-    """The input of binding beside the tensors of a model.
+    """What binding needs besides the tensors of a model.
 
     Args:
-        config: the resolved configuration: every key, also nested ones, with the value that the model was built with.
-        is_fleet: whether the model's class is one of PaddleFleet; None if unknown, which is an error if a declaration
+        config: the resolved configuration: every key, including nested keys, with the value that the model was built
+            with.
+        is_fleet: whether the model's class is from PaddleFleet; None if unknown, which is an error if a declaration
             depends on it.
-        rules: the rules of the whole model, if a caller states them; None if its family declares them.
-        adapters: the adapters of the model, if it has any. Its tensors are then those that are trained.
-        is_global: whether fused tensors have the layout of one device, however ranks divide them, as those of
-            semi-automatic parallelism do. It is not stored: the cuts of the stored rules are then 1.
-        partial: whether ``config`` is that of a file, so that keys may be absent that the model was built with.
+        rules: the rules of the complete model if they are user-mapped; None if its family declares them.
+        adapters: the model's adapters, if it has any. Only trained tensors are then mapped.
+        is_global: whether fused tensors have the layout of one device however they are sharded, as in semi-automatic
+            parallelism. This is not stored, because the stored rules then have cuts of 1.
+        partial: whether ``config`` is from a file, which may lack keys that the model was built with.
     """
 
     config: Mapping[str, Any]
@@ -221,7 +213,7 @@ def described_by_file(config: Mapping[str, Any]) -> ModelDescription:
     Args:
         config: the content of the file.
     Returns:
-        a description without a class if ``architectures`` names none.
+        the description; its class is unknown if ``architectures`` does not name one.
     """
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[-1], str):

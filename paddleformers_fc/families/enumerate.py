@@ -1,12 +1,10 @@
 """Enumerate the tensors of a configuration from a family's declaration: names, shapes, dtypes and cut axes.
 
-The enumeration serves where no model exists: to prove a family when it is registered, and to simulate a layout. A real
-model is bound by its own tensors.
+The enumeration is for cases without a model: proving a family, or simulating a layout. A real model is bound by its own
+tensors. :func:`built_order` derives the order in which a model builds its parameters from their names.
 
-Cost is linear in the tensors; sizes and conditions are evaluated once per kind of tensor, or per layer if they depend
-on its number.
-
-The order in which a model builds its parameters, from their names.
+Linear in the tensors. Sizes and conditions are evaluated once per kind of tensor, or per layer if they depend on its
+number.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ class DeclaredTensor(msgspec.Struct, frozen=True):
     Args:
         name: its name in the model.
         shape: global shape.
-        dtype: element type by its numpy name.
+        dtype: numpy name of the element type.
         cut: the axis that tensor parallelism cuts, if any.
-        expert_axis: the axis that expert parallelism cuts, where the tensor is a stack of experts.
-        numbers: the numbers in its name by placeholder, in the canonical counting: its layer, its expert.
-        stage: its place in a pipeline, if it is outside of the model's layers.
+        expert_axis: the axis that expert parallelism cuts, if the tensor is a stack of experts.
+        numbers: the canonical numbers in its name by placeholder, such as its layer and its expert.
+        stage: its pipeline stage if it is outside of the model's layers.
         trained: whether an optimizer updates it.
     """
 
@@ -52,7 +50,7 @@ class DeclaredTensor(msgspec.Struct, frozen=True):
     trained: bool
 
     def under(self, tp: int = 1, ep: int = 1) -> ModelTensor:
-        """Return the tensor as a model under these degrees of parallelism describes it.
+        """Return the tensor as it is sharded under these degrees of parallelism.
 
         Args:
             tp: degree of tensor parallelism.
@@ -79,7 +77,7 @@ def enumerate_tensors(family: Family, model: ModelDescription, dtype: str = "flo
 
     Args:
         family: the model's family.
-        model: the model; keys that its configuration lacks are taken from the family's defaults.
+        model: the model; the family's defaults replace missing keys of its configuration.
         dtype: the model's dtype.
     Raises:
         MappingError: the configuration lacks a key that a size requires.
@@ -96,7 +94,7 @@ MAX_TENSORS = 1 << 20
 def _of_kind(kind: Kind, index: Names, dtype: str) -> Iterator[DeclaredTensor]:
     statement, sizes, needed = kind.statement, kind.sizes, kind.statement.names
     holes: list[str] = PLACEHOLDER.findall(statement.target)
-    # Numbers in the conditions and the shape come first, so that both are evaluated once for all experts.
+    # Numbers that conditions and shape depend on come first, so that both are evaluated once for all experts.
     outer = [hole for hole in holes if hole in needed]
     inner = [hole for hole in holes if hole not in needed]
     if not outer and not sizes.holds(statement.where):
@@ -120,7 +118,7 @@ def _declared(statement: Statement, name: str, shape: Shape, dtype: str, numbers
 
 def _numberings(holes: list[str], index: Names) -> Iterator[dict[str, int]]:
     spans = [index.numbers(hole) for hole in holes]
-    # A range of more than 2^63 numbers has no length.
+    # len() fails for a range of more than 2^63 numbers.
     count = prod(span.stop - span.start for span in spans)
     if count > MAX_TENSORS:
         raise MappingError(
@@ -136,42 +134,42 @@ def _numberings(holes: list[str], index: Names) -> Iterator[dict[str, int]]:
 def recognised_tensors(
     family: Family, model: ModelDescription, specs: Mapping[str, TensorSpec]
 ) -> list[DeclaredTensor]:
-    """Return the tensors of a model that was built, with the declarations of their names.
+    """Return the tensors of a built model, with the declarations of their names.
 
     Conditions are not evaluated: the tensors are better evidence than a configuration.
 
     Args:
         family: the model's family.
         model: the model.
-        specs: the model's tensors by name, global shapes.
+        specs: the model's tensors by name, with global shapes.
     Raises:
-        MappingError: names that no statement declares, all of them.
+        MappingError: no statement declares some of the names; the error lists all of them.
     """
     index = Names(family, model)
     found: list[DeclaredTensor] = []
-    strange: list[str] = []
+    undeclared: list[str] = []
     for name, spec in specs.items():
         fitting = [one for one in index.declared(name) if one[0].statement.rank == len(spec.shape)]
         if not fitting:
-            strange.append(name)
+            undeclared.append(name)
             continue
-        # Several statements of one name differ in shape or in condition.
+        # Statements of one name differ in shape or in conditions.
         fits = [(kind.shape(numbers) == spec.shape, kind.holds(numbers) is True) for kind, numbers in fitting]
         kind, numbers = fitting[fits.index(max(fits))]
         found.append(_declared(kind.statement, name, spec.shape, spec.dtype, numbers))
-    if strange:
+    if undeclared:
         raise MappingError(
-            f"No statement of family {family.name} declares {count_text(len(strange), 'tensor')}.",
-            evidence=fold(strange),
+            f"No statement of family {family.name} declares {count_text(len(undeclared), 'tensor')}.",
+            evidence=fold(undeclared),
             next_step="Declare the tensors in the family.",
         )
     return found
 
 
 def built_order(names: Iterable[str], last_parts: Sequence[str] = ()) -> list[str]:
-    """Return names in the order in which a model builds its parameters, on which sharding depends.
+    """Return names in the order in which a model builds its parameters, which sharding depends on.
 
-    The parameters of a module are adjacent, and a layer has its norms last. Everything else keeps the order given.
+    The parameters of a module are adjacent, and the norms of a layer come last. Otherwise the given order is kept.
 
     Args:
         names: names of parameters.

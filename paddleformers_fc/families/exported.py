@@ -1,9 +1,9 @@
-"""The configuration of an export: the keys of the weights that the run started from, with the values of the live model.
+"""The ``config.json`` of an export: the keys of the weights that the run started from, with the live model's values.
 
-PaddleFormers' configuration classes drop keys on writing, add keys and defaults of their own, and keep the rotary
-embedding under several keys that may differ. Other libraries read such a file as another model. An export therefore has
-the keys of its source, those that the run has changed, and those that the family declares. New weights have no source:
-their configuration has the keys that PaddleFormers writes.
+PaddleFormers' configuration classes drop keys on writing, add their own keys and defaults, and keep the rotary
+embedding under several keys that may differ. Other libraries would read such a file as a different model. An export
+therefore has the keys of its source, the keys that the run changed, and the keys that the family declares. Newly
+initialized weights have no source; their configuration has the keys that PaddleFormers writes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.names import family_sizes
 
 OVERWRITTEN = frozenset({"use_cache", "initializer_range", "router_aux_loss_coef"})
-"""Keys that the Trainer, a pipeline and the command line overwrite in a live configuration. The use of the weights does
-not depend on them."""
+"""Keys that the Trainer, a pipeline and the command line overwrite in a live configuration. They do not affect how the
+weights are used."""
 
 _DTYPE, _CLASS, _TYPE = "torch_dtype", "architectures", "model_type"
 _OF_THE_FILE = frozenset(
@@ -26,10 +26,10 @@ _OF_THE_FILE = frozenset(
         *("paddleformers_version", "paddlefleet_version", "paddlenlp_version", "transformers_version"),
     }
 )
-"""Keys that describe the file and not the model: the source's values do not hold for an export."""
+"""Keys that describe the file, not the model: the source's values do not apply to an export."""
 
 _TOKENS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
-"""Keys that PaddleFormers' nested configurations lose: they are then None."""
+"""Keys that become None in PaddleFormers' nested configurations."""
 
 _TIE, _TEXT = "tie_word_embeddings", "text_config"
 _ROTARY, _THETA, _SCALING, _LOCAL_THETA = "rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"
@@ -38,9 +38,9 @@ _FULL, _SLIDING, _SECTIONS = "full_attention", "sliding_attention", "mrope_secti
 
 
 def with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ``config.json`` of Transformers 5 with the keys of Transformers 4 beside those that replace them.
+    """Add the keys of Transformers 4 to a ``config.json`` of Transformers 5.
 
-    Many of PaddleFormers' classes read the older keys alone, and otherwise take their own defaults.
+    Many of PaddleFormers' classes read only the older keys, and use defaults if these are missing.
     """
     found = {**_older_rotary(config), **config}
     if isinstance(text := config.get(_TEXT), Mapping) and _ROTARY in text:
@@ -49,9 +49,9 @@ def with_older_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_read_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ``config.json`` with the keys that PaddleFormers' classes read, older and newer ones.
+    """Add all older and newer keys that PaddleFormers' classes read to a ``config.json``.
 
-    Classes of vision-language models look for the sections of positions in ``rope_parameters`` or ``rope_scaling``.
+    Classes of vision-language models read ``mrope_section`` from ``rope_parameters`` or ``rope_scaling``.
     """
     found = with_older_keys(config)
     if isinstance(text := found.get(_TEXT), Mapping):
@@ -74,9 +74,9 @@ def exported_config(
         family: the model's family; None if no family declares it.
         written: the configuration as PaddleFormers writes it.
         live: the description of the live model.
-        source: ``config.json`` beside the weights that the model started from, :func:`with_older_keys`; for new weights
-            the keys of :data:`OVERWRITTEN`.
-        read: the description of a model that PaddleFormers builds from the source; None for new weights.
+        source: the ``config.json`` of the weights that the model started from, after :func:`with_older_keys`; for new
+            weights the keys of :data:`OVERWRITTEN`.
+        read: the configuration of a model that PaddleFormers builds from the source; None for new weights.
 
     Raises:
         MappingError: the live configuration contradicts itself.
@@ -93,21 +93,21 @@ def exported_config(
     values = sides.values(is_new, own.get(_DTYPE)) | own | corrected
     for found in nested.values():
         found |= {key: corrected[key] for key in corrected if key in found}
-    if _TIE in nested.get(_TEXT, {}) and _TIE in values:  # Libraries read one or the other.
+    if _TIE in nested.get(_TEXT, {}) and _TIE in values:  # Some libraries read one key, some the other.
         nested[_TEXT][_TIE] = values[_TIE]
     return values | nested
 
 
 def is_of_source(key: str, live: object) -> bool:
-    """Return whether an export takes a dotted key from its source instead of the live model."""
+    """Return whether an export takes a dotted key from its source, not from the live model."""
     name = key.rpartition(".")[2]
     return name in OVERWRITTEN or (name in _TOKENS and live is None)
 
 
 def exported_keys(family: Family, model: ModelDescription) -> dict[str, Any]:
-    """Return the keys that PaddleFormers does not write, or that have another meaning in its classes.
+    """Return the keys that PaddleFormers does not write, or that have a different meaning in its classes.
 
-    The description of a file may lack keys that the model was built with. Their defaults are not exported.
+    A partial description may lack keys that the model was built with. Their defaults are not exported.
     """
     sizes = family_sizes(family, model)
     known = {key: one for key, one in family.exported.items() if not model.partial or sizes.is_given(one)}
@@ -132,19 +132,19 @@ class _Sides(NamedTuple):
         return _Sides(*({name: side[name] for name in side if name != key} for side in self))
 
     def flattened(self, inner: _Sides) -> _Sides:
-        """Return the sides with the keys of a nested configuration beside their own."""
+        """Return the sides with the keys of a nested configuration added on the top level."""
         return _Sides(*({**one, **other} for one, other in zip(inner, self, strict=True)))
 
     def values(self, is_new: bool, dtype: str | None) -> dict[str, Any]:
         """Return the keys and values of an export.
 
         Args:
-            is_new: whether the run started with new weights.
-            dtype: of the exported weights.
+            is_new: whether the run started with newly initialized weights.
+            dtype: dtype of the exported weights.
         """
         now, before = self.live, self.read
         changed = [key for key in self.written if now.get(key) != before.get(key) and key not in OVERWRITTEN]
-        # In the order of their files: the bytes of an export depend on its content alone.
+        # Keep the order of the files, so that equal content gives equal bytes.
         keys = dict.fromkeys(self.written if is_new else (*self.source, *changed))
         kept = (key for key in keys if key not in _OF_THE_FILE)
         values = {key: now.get(key, self.source.get(key, self.written.get(key))) for key in kept}
@@ -163,7 +163,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _with_rotary(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with the rotary embedding under each of its keys, old and new, as ``rope_parameters`` has it."""
+    """Copy the rotary embedding from ``rope_parameters`` to all its older and newer keys."""
     rotary = values.get(_ROTARY)
     if not isinstance(rotary, Mapping):
         return dict(values)
@@ -176,9 +176,9 @@ def _with_rotary(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _older_rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the older keys of the rotary embedding that ``rope_parameters`` describes, for all layers or by kind.
+    """Return the older keys of the rotary embedding in ``rope_parameters``, which has one for all layers or per kind.
 
-    ``rope_scaling`` contains all values but those that older configurations have as keys of their own.
+    ``rope_scaling`` contains all values except those that have a separate key in older configurations.
     """
     rotary = config.get(_ROTARY)
     if not isinstance(rotary, Mapping):

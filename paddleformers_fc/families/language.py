@@ -1,24 +1,24 @@
-"""The verbs of family declarations. A line has the name of a tensor in the model, and in files where it differs.
+"""The functions that declare families.
 
-A verb declares tensors or linear layers by their names in PaddleFormers' class. ``file`` is the canonical name and
-``fleet`` the name in PaddleFleet's class, where they are others. The verb implies the order of the elements and the
-axis that tensor parallelism cuts:
+They declare tensors or linear layers by their names in PaddleFormers' class. ``file`` is the canonical name and
+``fleet`` the name in PaddleFleet's class, if these differ. The function implies the order of the elements and the axis
+that tensor parallelism cuts:
 
 ========== ============================================================================================
-same       a tensor that is equal in both spaces, such as a norm
+same       a tensor that is equal in model and files, such as a norm
 transposed a tensor whose two axes are exchanged
-linear     a linear layer that is whole on every rank: [out, in] in files, [in, out] in Paddle
+linear     a linear layer that is replicated on every rank: [out, in] in files, [in, out] in Paddle
 column     a linear layer whose outputs are cut
-row        a linear layer whose inputs are cut; its bias is whole on every rank
+row        a linear layer whose inputs are cut; its bias is replicated
 qkv        query, key and value in one layer: for every kv head its queries, its key and its value
 gate_up    gate and up in one layer, side by side for every tensor-parallel rank
-gated      gate and up in one layer, and the layer behind them
+gated      gate and up in one layer, and the following down projection
 experts    routed experts, one by one or all of a layer in one tensor
 ends       embedding, last norm and head
 ========== ============================================================================================
 
-``bias`` is the condition under which a layer has a bias; a bias that is declared for no configuration still has a name
-that binding accepts. :mod:`paddleformers_fc.families.sizes` describes sizes and conditions.
+``bias`` is the condition under which a layer has a bias. Binding also accepts a bias if the condition is false.
+:mod:`paddleformers_fc.families.sizes` describes sizes and conditions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from paddleformers_fc.mapping.rules import flat
 FIRST, NORM = Stage.FIRST, Stage.NORM
 Shape = tuple[Size, ...]
 Group = tuple["Part | Group", ...]
-"""What verbs give, also put together in tuples."""
+"""Results of these functions, also in nested tuples."""
 
 TINY = {
     "hidden_size": 32,
@@ -65,7 +65,7 @@ TINY = {
     "num_key_value_heads": 4,
     "vocab_size": 64,
 }
-"""Part of every tiny configuration; every size is divisible by 4 ranks."""
+"""Part of every tiny configuration; 4 ranks divide every size."""
 
 TINY_LATENT = {
     "q_lora_rank": 16,
@@ -74,7 +74,7 @@ TINY_LATENT = {
     "qk_rope_head_dim": 2,
     "v_head_dim": 4,
 }
-"""The tiny configuration of a latent attention."""
+"""The tiny configuration of latent attention."""
 
 TINY_MOE = {"n_routed_experts": 4, "moe_intermediate_size": 16}
 """The tiny configuration of routed experts."""
@@ -97,7 +97,7 @@ _VISION_SIZES: Mapping[str, Size] = {
 """Sizes of vision towers; ``merged`` is the length of the patches that one token of the text replaces."""
 
 _VISION_DEFAULTS = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2}
-"""The values of most classes for keys that the configuration of a vision tower lacks."""
+"""Defaults of most classes for the configuration of a vision tower."""
 
 TINY_VISION = {
     "depth": 2,
@@ -111,7 +111,7 @@ TINY_VISION = {
 """The tiny configuration of a vision tower."""
 
 _PREDICTION_KEY: Mapping[str, Size] = {"num_nextn_predict_layers": "mtp_layers"}
-"""A key of canonical configurations. PaddleFormers drops it as a setting of a run."""
+"""A key of canonical configurations that PaddleFormers drops because it is also a training setting."""
 
 _NO_SIZES: Mapping[str, Size] = {}
 _NONE: Mapping[str, Any] = {}
@@ -120,17 +120,17 @@ _OF_CLASS: Mapping[ModelClass, Conditions] = {FLEET: ((IS_FLEET, True),), FORMER
 
 
 def stepped(layer: int, mlp_only_layers: Any, decoder_sparse_step: int) -> bool:
-    """Layers with experts, where a configuration excludes some layers and takes every n-th of the others."""
+    """Return whether a layer has experts, if the configuration excludes layers and takes every n-th of the others."""
     return layer not in (mlp_only_layers or ()) and (layer + 1) % decoder_sparse_step == 0
 
 
 def after_dense(layer: int, first_k_dense_replace: int, layers: int) -> bool:
-    """Layers with experts, where the first ones have none. Prediction layers, after the last layer, have experts."""
+    """Return whether a layer has experts, if the first layers have none. Prediction layers have experts."""
     return layer >= first_k_dense_replace or layer >= layers
 
 
 def mtp_layers(mtp_num_layers: Any, num_nextn_predict_layers: Any) -> Any:
-    """The number of prediction layers where a configuration has two keys for it."""
+    """Return the number of prediction layers, if a configuration has two keys for it."""
     return mtp_num_layers or num_nextn_predict_layers or 0
 
 
@@ -144,16 +144,16 @@ def same(
     stage: Stage | None = None,
     trained: bool = True,
 ) -> Statements:
-    """Declare tensors that are equal in both spaces.
+    """Declare tensors that are equal in model and files.
 
     Args:
         names: the names in the model.
-        file: the canonical name of a single tensor, where it differs.
-        fleet: the name of a single tensor in PaddleFleet's class, where it differs.
+        file: the canonical name of a single tensor, if it differs.
+        fleet: the name of a single tensor in PaddleFleet's class, if it differs.
         shape: the size of every axis.
         cut: the axis that tensor parallelism cuts.
-        dtype: the dtype, where it is not the model's.
-        stage: the place in a pipeline, outside of layers.
+        dtype: the dtype, if it differs from the model's.
+        stage: the pipeline stage, for tensors outside of layers.
         trained: whether an optimizer updates them.
     """
     kinds: list[tuple[str, str, ModelClass | None]] = [(name, name, FORMERS if fleet else None) for name in names]
@@ -165,7 +165,7 @@ def same(
 
 
 def transposed(*names: str, file: str = "", fleet: str = "", shape: Shape, dtype: str = "") -> Statements:
-    """Declare tensors that are [out, in] in files and [in, out] in Paddle. Arguments as of :func:`same`."""
+    """Declare tensors that are [out, in] in files and [in, out] in Paddle. The arguments are those of :func:`same`."""
     return tuple(
         structs.replace(one, geometry=Geometry.LINEAR)
         for one in same(*names, file=file, fleet=fleet, shape=shape, dtype=dtype)
@@ -181,16 +181,16 @@ def linear(
     bias: Condition = False,
     dtype: str = "",
 ) -> Statements:
-    """Declare linear layers that are whole on every rank.
+    """Declare linear layers that are replicated on every rank.
 
     Args:
         names: the names in the model, without ``.weight``.
         inputs: the number of inputs.
         outputs: the number of outputs.
-        file: the canonical name of a single layer, where it differs.
-        fleet: the name of a single layer in PaddleFleet's class, where it differs.
+        file: the canonical name of a single layer, if it differs.
+        fleet: the name of a single layer in PaddleFleet's class, if it differs.
         bias: the condition of the bias.
-        dtype: the dtype, where it is not the model's.
+        dtype: the dtype, if it differs from the model's.
     """
     weights, biases = ([_part(name, leaf) for name in (file, fleet, *names)] for leaf in ("weight", "bias"))
     return (
@@ -200,12 +200,12 @@ def linear(
 
 
 def column(*names: str, **given: Any) -> Statements:
-    """Declare linear layers whose outputs are cut. Arguments as of :func:`linear`."""
+    """Declare linear layers whose outputs are cut. The arguments are those of :func:`linear`."""
     return tuple(structs.replace(one, cut=len(one.shape) - 1) for one in linear(*names, **given))
 
 
 def row(*names: str, **given: Any) -> Statements:
-    """Declare linear layers whose inputs are cut. Arguments as of :func:`linear`."""
+    """Declare linear layers whose inputs are cut. The arguments are those of :func:`linear`."""
     return tuple(structs.replace(one, cut=0 if len(one.shape) == 2 else None) for one in linear(*names, **given))
 
 
@@ -221,12 +221,12 @@ def qkv(
 
     Args:
         name: the layer of the model.
-        files: query, key and value in files; or one layer that holds all three one after the other.
+        files: query, key and value in files; or one layer with all three one after the other.
         bias: the condition of the bias.
-        parts: the lengths of query, key and value where they are not heads of one size, as of queries with a gate. A
-            layer of files that holds several parts has a tuple.
+        parts: the lengths of query, key and value if they are not heads of one size, such as queries with a gate. A
+            tuple lists several parts of one layer in files.
         groups: the number of groups in which such a layer interleaves its parts.
-        per_rank: whether the three lie side by side for every tensor-parallel rank, instead of for every kv head.
+        per_rank: whether the three lie side by side for every tensor-parallel rank, not for every kv head.
     """
     geometry = Geometry.FUSED_QKV_PER_RANK if per_rank else Geometry.FUSED_QKV
     found = _joined(name, files, flat(parts) or ("q", "kv", "kv"), geometry, bias)
@@ -238,7 +238,7 @@ def gate_up(name: str, *files: str, size: Size = "ffn", bias: Condition = False)
 
     Args:
         name: the layer of the model.
-        files: gate and up in files; or one layer that holds both one after the other.
+        files: gate and up in files; or one layer with both one after the other.
         size: the number of outputs of each.
         bias: the condition of the bias.
     """
@@ -248,15 +248,15 @@ def gate_up(name: str, *files: str, size: Size = "ffn", bias: Condition = False)
 def gated(
     name: str, gate: str, up: str, down: str, size: Size = "ffn", *, file: str = "", bias: Condition = False
 ) -> Statements:
-    """Declare a gated feed-forward: gate and up in one layer, and the layer behind them.
+    """Declare a gated feed-forward: gate and up in one layer, and the down projection.
 
     Args:
-        name: the layer of the model that holds gate and up.
+        name: the layer of the model with gate and up.
         gate: the gate in files.
-        up: the other half of the layer in files.
-        down: the layer behind them, in the model.
-        size: the number of its inputs.
-        file: its canonical name, where it differs.
+        up: the up projection in files.
+        down: the down projection in the model.
+        size: the number of inputs of the down projection.
+        file: the canonical name of the down projection, if it differs.
         bias: the condition of the biases.
     """
     return (*gate_up(name, gate, up, size=size, bias=bias), *row(down, file=file, inputs=size, bias=bias))
@@ -265,7 +265,7 @@ def gated(
 def _joined(
     name: str, files: tuple[str, ...], outputs: Size, geometry: Geometry, bias: Condition = False
 ) -> Statements:
-    """Declare a fused layer. Files have a layer for each part, or one fused layer."""
+    """Declare a fused layer. Files have one layer per part, or one fused layer."""
     weights, biases = (tuple(f"{file}.{leaf}" for file in files) for leaf in ("weight", "bias"))
     return (
         Statement(f"{name}.weight", weights, geometry, shape=("hidden", outputs), cut=1),
@@ -273,14 +273,14 @@ def _joined(
     )
 
 
-def held_together(*names: str, file: str, shape: Shape) -> Statements:
-    """Declare tensors of one scope that lie one after the other in one tensor of files."""
+def stored_in_one(*names: str, file: str, shape: Shape) -> Statements:
+    """Declare tensors of one scope that files store concatenated in one tensor."""
     siblings = tuple(name.rpartition(".")[2] for name in names)
     return tuple(Statement(name, (file,), shape=shape, siblings=siblings) for name in names)
 
 
 def router(name: str, file: str = "") -> Statements:
-    """Declare a router, in float32 whatever the model's dtype is: PaddleFleet's class keeps [experts, hidden]."""
+    """Declare a router, which is float32 for any model dtype. PaddleFleet's class keeps [experts, hidden]."""
     weight, source = f"{name}.weight", f"{file or name}.weight"
     return (
         *of_class(FLEET, same(weight, file=source, shape=("experts", "hidden"), dtype="float32")),
@@ -289,20 +289,20 @@ def router(name: str, file: str = "") -> Statements:
 
 
 def balance(name: str, file: str = "", shape: Shape = ("experts",)) -> Statements:
-    """Declare a load-balancing bias, which is set by counting: an optimizer has no states of it."""
+    """Declare a load-balancing bias. It is set by counting tokens, so the optimizer has no state for it."""
     return same(name, file=file, shape=shape, dtype="float32", trained=False)
 
 
 def patches(
     name: str, *, file: str = "", bias: Condition = False, frames: Shape = ("temporal_patch_size",)
 ) -> Statements:
-    """Declare the convolution that embeds the patches of images. Convolutions are equal in both spaces.
+    """Declare the convolution that embeds image patches. Convolutions are equal in model and files.
 
     Args:
         name: the layer.
-        file: its canonical name, where it differs.
+        file: its canonical name, if it differs.
         bias: the condition of the bias.
-        frames: the axis of the images in a patch; empty for a convolution of two axes.
+        frames: the axis of frames in a patch; empty for a 2D convolution.
     """
     shape = ("hidden", "in_channels", *frames, "patch_size", "patch_size")
     return (
@@ -320,15 +320,15 @@ def ends(
     cut: int | None = 0,
     bias: Condition = "lm_head_bias",
 ) -> Parts:
-    """Declare embedding, last norm and head, which may be tied.
+    """Declare embedding, last norm and head. Embedding and head may be tied.
 
-    PaddleFleet's class has the embedding in a layer ``embedding``, and the head in the scope of the norm.
+    In PaddleFleet's class the embedding is in a layer ``embedding``, and the head in the scope of the norm.
 
     Args:
         embedding: the embedding.
         norm: the last norm.
         head: the head.
-        files: the canonical names, where they differ.
+        files: the canonical names, if they differ.
         cut: the axis of a PaddleFormers embedding that tensor parallelism cuts.
         bias: the condition of the bias of a PaddleFormers head.
     """
@@ -351,7 +351,7 @@ def ends(
     )
 
 
-def turned_head(bias: Condition = False) -> Statements:
+def transposed_head(bias: Condition = False) -> Statements:
     """Declare a head that is transposed unless it is tied."""
     head = "lm_head.weight"
     return (
@@ -362,22 +362,22 @@ def turned_head(bias: Condition = False) -> Statements:
 
 
 def tied(alias: str, owner: str) -> Parts:
-    """Declare that a tensor is the owner's if the configuration ties word embeddings; both by canonical names."""
+    """Declare an alias of the owner for configurations that tie word embeddings. Both names are canonical."""
     return (TiedName(alias, owner),)
 
 
 def optional(*beginnings: str) -> Parts:
-    """Declare beginnings of canonical names that a file may lack, as in :class:`Family`."""
+    """Declare prefixes of canonical names that a file may lack, as described at :class:`Family`."""
     return tuple(map(OptionalName, beginnings))
 
 
 def alias(*groups: Group) -> Statements:
-    """Accept names that no configuration has, such as those of another class of the family, or of files alone."""
+    """Accept names that no configuration has, such as names in other classes of the family, or names only in files."""
     return when(False, *groups)
 
 
 def fresh(*names: str, shape: Shape = ("hidden",)) -> Statements:
-    """Declare tensors that canonical files never contain: they keep their initial values and are not exported."""
+    """Declare tensors that canonical files never contain. They keep their initial values and are not exported."""
     return tuple(Statement(name, (), shape=shape) for name in names)
 
 
@@ -387,16 +387,16 @@ def experts(
     file: str | None = None,
     formers: Group = (),
 ) -> Statements:
-    """Declare routed experts: one per tensor, or those of a layer in two tensors.
+    """Declare routed experts: one expert per tensor, or all experts of a layer stacked in two tensors.
 
-    PaddleFleet has grouped experts, also kept [out, in]; PaddleFormers has grouped ones under ``fd_fallback``. Where
-    rows of gate and up alternate, one of each is declared as a row of twice the length: the same order in memory.
+    PaddleFleet has stacks in either orientation, PaddleFormers has stacks under ``fd_fallback``. If rows of gate and up
+    alternate, a pair of rows is declared as one row of twice the length, which has the same order in memory.
 
     Args:
         scope: the scope of a single expert, with ``{expert}``.
         single: its layers, named relative to it: :func:`gate_up` and :func:`row`.
-        file: the scope in files, where it differs.
-        formers: the layers of a single expert of PaddleFormers, where they differ.
+        file: the scope in files, if it differs.
+        formers: the layers of a single expert in PaddleFormers' class, if they differ.
     """
     one, others = layer(scope, *single, file=file), layer(scope, formers, file=file)
     up, down = (each for each in one if each.target.endswith(".weight"))
@@ -418,26 +418,26 @@ def experts(
 
 
 def stacked(name: str, expert: Statement, new: bool = False) -> Statements:
-    """Place the experts of one layer in one tensor, which tensor parallelism does not cut.
+    """Stack the experts of a layer in one tensor, which tensor parallelism does not cut.
 
     Args:
         name: the name of the stack in the model.
         expert: a single expert.
-        new: whether the experts are placed on a new axis; otherwise they are concatenated along their first axis.
+        new: stack along a new axis; otherwise concatenate along the first axis.
     """
     return (structs.replace(expert, target=name, stack=Stack.NEW_AXIS if new else Stack.ROWS, cut=None),)
 
 
-def stack_of_files(name: str, *, file: str = "", shape: Shape, turned: bool = False) -> Statements:
-    """Declare a stack of experts on a new first axis, which canonical files stack as well.
+def stack_of_files(name: str, *, file: str = "", shape: Shape, transposed: bool = False) -> Statements:
+    """Declare a stack of experts on a new first axis that is also a stack in canonical files.
 
     Args:
         name: the name of the stack in the model.
-        file: its canonical name, where that differs.
+        file: its canonical name, if it differs.
         shape: the size of every axis of a single expert in the model.
-        turned: whether a single expert is transposed, as the weight of a linear layer.
+        transposed: whether a single expert is transposed, like the weight of a linear layer.
     """
-    geometry = Geometry.LINEAR if turned else Geometry.SAME
+    geometry = Geometry.LINEAR if transposed else Geometry.SAME
     return (Statement(name, (file or name,), geometry, stack=Stack.NEW_AXIS, shape=shape),)
 
 
@@ -447,7 +447,7 @@ def layer(scope: str, *groups: Group, file: str | None = None) -> Statements:
     Args:
         scope: the prefix in the model.
         groups: statements with names relative to it.
-        file: the prefix of canonical names, if that differs; empty for none.
+        file: the prefix of canonical names, if it differs; empty for none.
     """
     other = scope if file is None else file
     prefix = f"{other}." if other else ""
@@ -458,7 +458,7 @@ def layer(scope: str, *groups: Group, file: str | None = None) -> Statements:
 
 
 def prediction(scope: str, *groups: Group) -> Parts:
-    """Declare multi-token prediction layers of PaddleFleet, around the parts of a transformer layer.
+    """Declare multi-token prediction layers of PaddleFleet, from the parts of a transformer layer.
 
     They follow the last layer, and files may lack them. Conditions get the number of the prediction layer as ``layer``.
     """
@@ -476,17 +476,17 @@ def prediction(scope: str, *groups: Group) -> Parts:
 
 
 def renumbered(number: Size, *groups: Group) -> Statements:
-    """Give conditions and shapes another number of the name as ``layer``, such as that of a prediction layer."""
+    """Pass another number to conditions and shapes as ``layer``, such as the number of a prediction layer."""
     return tuple(structs.replace(one, layer=number) for one in _all(groups))
 
 
 def when(condition: Condition, *groups: Group) -> Statements:
-    """Restrict statements to models, or to layers, that fulfil a condition."""
+    """Restrict statements to models, or to layers, that meet a condition."""
     return _only(((condition, True),), groups)
 
 
 def unless(condition: Condition, *groups: Group) -> Statements:
-    """Restrict statements to models, or to layers, that do not fulfil a condition."""
+    """Restrict statements to models, or to layers, that do not meet a condition."""
     return _only(((condition, False),), groups)
 
 
@@ -496,12 +496,12 @@ def of_class(model_class: ModelClass, *groups: Group) -> Statements:
 
 
 def uncut(*groups: Group) -> Statements:
-    """Exclude layers from tensor parallelism, as routed experts are."""
+    """Exclude layers from tensor parallelism, such as routed experts."""
     return tuple(structs.replace(one, cut=None) for one in _all(groups))
 
 
 def at(stage: Stage, *groups: Group) -> Statements:
-    """Place tensors outside of layers in a pipeline."""
+    """Set the pipeline stage of tensors outside of layers."""
     return tuple(structs.replace(one, stage=stage) for one in _all(groups))
 
 
@@ -512,24 +512,24 @@ def tower(
     sizes: Mapping[str, Size] = _NO_SIZES,
     defaults: Mapping[str, Any] = _NONE,
 ) -> Tower:
-    """Declare a tower: a part of a model with layers, sizes and a nested configuration of its own.
+    """Declare a tower: a part of a model with its own layers, sizes and nested configuration.
 
-    The key of the configuration is the name of the tower and ``_config``. In a pipeline its tensors are on the first
-    stage, and those of ``{layer}`` with their layers.
+    The configuration key is the name of the tower followed by ``_config``. In a pipeline, its tensors are on the first
+    stage; tensors with ``{layer}`` are with their layers.
 
     Args:
-        name: its name, by which other sizes of the family refer to its sizes: ``vision.hidden``.
+        name: its name; other sizes of the family refer to its sizes as ``vision.hidden``.
         groups: its tensors.
         number: the placeholder of its layers.
         sizes: sizes that differ from :data:`SIZES`; ``layers`` is the number of layers.
-        defaults: the values of the model's class for keys that the nested configuration lacks.
+        defaults: the class's values for keys that the nested configuration lacks.
     """
     placed = tuple(structs.replace(one, tower=name, stage=one.stage or FIRST) for one in _all(groups))
     return Tower(name, f"{name}_config", placed, Numbers(number, f"{name}.layers"), sizes, defaults)
 
 
 def vision(*groups: Group, sizes: Mapping[str, Size] = _NO_SIZES, defaults: Mapping[str, Any] = _NONE) -> Tower:
-    """Declare a vision tower, with the keys that most classes have. Arguments as of :func:`tower`."""
+    """Declare a vision tower with the usual keys. The arguments are those of :func:`tower`."""
     return tower("vision", *groups, sizes={**_VISION_SIZES, **sizes}, defaults={**_VISION_DEFAULTS, **defaults})
 
 
@@ -552,21 +552,21 @@ def family(
 
     Args:
         name: its name, which is the ``model_type`` of its configurations.
-        groups: its parts, as verbs give them.
+        groups: its parts: results of the functions of this module.
         classes: the model classes that the family has.
-        key: the path of their nested configuration, such as ``text_config``. The parts are then tower ``text``: others
-            refer to their sizes as ``text.hidden``. Files without a nested configuration have its keys outside.
-        nlp: the parts of every layer of PaddleNLP's class, named relative to it; empty if the family has none. The
+        key: the path of their nested configuration, such as ``text_config``. The parts are then tower ``text``, with
+            sizes such as ``text.hidden``. Files without a nested configuration have its keys on the top level.
+        nlp: the parts of every layer in PaddleNLP's class, named relative to it; empty if there is no such class. The
             scope of its layers and ends is the name of the family.
         towers: towers of :func:`tower`.
         sizes: sizes that differ from :data:`SIZES`.
-        numbers: placeholders beside ``layer`` and ``expert``, and ``mtp`` of PaddleFleet's prediction layers.
-        defaults: the values of the model's class for keys that a ``config.json`` lacks.
-        tiny: changes of :data:`TINY`, the configuration on which the family is proved. Where the class has a default
-            head size, the tiny one is 8.
+        numbers: placeholders other than ``layer``, ``expert`` and, for PaddleFleet's prediction layers, ``mtp``.
+        defaults: the class's values for keys that a ``config.json`` lacks.
+        tiny: changes to :data:`TINY`, the configuration on which the family is proved. If the class has a default head
+            size, the tiny head size is 8.
         exported: keys of an exported ``config.json`` and their values.
-        built: the parts of the model behind its last norm, as in :class:`Family`.
-        divided: sizes that the class compares with the degree of tensor parallelism, as in :class:`Family`.
+        built: the parts of the model after its last norm, as in :class:`Family`.
+        divided: sizes that the class checks against the degree of tensor parallelism, as in :class:`Family`.
     """
     parts = tuple(_parts(groups))
     own = tuple(one for one in parts if isinstance(one, Statement))
@@ -606,7 +606,7 @@ def family(
 
 
 def _tie_of_either(tie_word_embeddings: Any, text_tie: Any) -> Any:
-    """Some classes copy the key to the nested configuration of the text."""
+    """Return whether embeddings are tied. Some classes copy the key to the nested configuration of the text."""
     return text_tie if tie_word_embeddings is None else tie_word_embeddings
 
 
@@ -618,7 +618,7 @@ def _parts(groups: Group) -> Iterator[Part]:
 def _all(groups: Group) -> Iterator[Statement]:
     for one in _parts(groups):
         if not isinstance(one, Statement):
-            raise TypeError(f"{one} belongs to the family itself, outside of scopes, conditions and towers")
+            raise TypeError(f"{one} belongs to the family itself, and not into scopes, conditions and towers")
         yield one
 
 
@@ -632,12 +632,12 @@ def _part(layer: str, leaf: str) -> str:
 
 
 def _as_stored(one: Statement) -> Statement:
-    """Keep a weight [out, in] as in canonical files: the parts are placed along the first axis."""
-    return structs.replace(one, turned=False, shape=one.shape[::-1])
+    """Keep the orientation [out, in] of canonical files; the parts then lie along the first axis."""
+    return structs.replace(one, transposed=False, shape=one.shape[::-1])
 
 
 def _for_classes(classes: tuple[ModelClass, ...], statements: Statements) -> Statements:
-    """Select the statements of these classes; of several classes, add a condition on the class."""
+    """Select the statements of these classes; if there are several, add a condition on the class."""
     return tuple(
         structs.replace(
             one, model_class=None, where=(*one.where, *(_OF_CLASS[one.model_class] if len(classes) > 1 else ()))
@@ -650,7 +650,7 @@ def _for_classes(classes: tuple[ModelClass, ...], statements: Statements) -> Sta
 
 
 def _ties(classes: tuple[ModelClass, ...], statements: Statements, names: Iterable[TiedName]) -> tuple[TiedName, ...]:
-    """Return ties of canonical names in the names of the classes."""
+    """Return ties with the names of the classes instead of canonical names."""
     targets = {
         (one.sources, kind): one.target
         for one in reversed(statements)
@@ -671,11 +671,11 @@ def _paddlenlp(scope: str, parts: Group) -> Statements:
         *same("norm.weight", stage=NORM),
         *same("embed_tokens.weight", shape=("vocab", "hidden"), cut=0, stage=FIRST),
     )
-    return (*layer(scope, ends, layer("layers.{layer}", parts), file="model"), *turned_head()) if parts else ()
+    return (*layer(scope, ends, layer("layers.{layer}", parts), file="model"), *transposed_head()) if parts else ()
 
 
 def _fleet_numbers(classes: tuple[ModelClass, ...], sizes: dict[str, Size]) -> tuple[Numbers, ...]:
-    """Return the numbers of layers and prediction layers; only PaddleFleet's classes have them, and empty layers."""
+    """Return the numbers of layers and prediction layers. PaddleFormers' class has no prediction or empty layers."""
     sizes["empty"] = lambda num_empty_layers_add_in_head: num_empty_layers_add_in_head or 0
     if FORMERS in classes:
         sizes["fleet_mtp_layers"] = sizes.get("mtp_layers", SIZES["mtp_layers"])

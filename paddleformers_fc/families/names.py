@@ -1,9 +1,7 @@
-"""One index of a model's tensors by name: the statements, the canonical names and numbers of each.
+"""Look up the statements and canonical names of a model's tensors by name, with one dictionary access each.
 
-Binding, the enumeration of stored models, the readers of formats without shapes, statements of AOA and adapters look
-tensors up here. A lookup takes one dictionary access, whatever the number of layers and experts.
-
-The sizes, numbers, keys, ties and heads of a model, which follow from its family and its configuration.
+This module also derives the sizes, numbers, configuration keys, ties and heads of a model from its family and its
+configuration.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from paddleformers_fc.mapping import Shape
 _TOKEN = re.compile(r"\{\w+\}|(?<=\.)[0-9]{1,18}(?=\.|\Z)")
 _HOLE = "{}"
 _PREFIXES = {"visual.": "model.visual.", "model.": "model.language_model."}
-"""Prefixes in files of Qwen 2.5 VL, and in its models."""
+"""Prefixes in files of Qwen 2.5 VL, and the prefixes in its models."""
 _DELTA = "linear_num_key_heads"
 _HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", _DELTA: _DELTA}
 _USERS = {"heads": {"heads", "q"}, "kv_heads": {"kv_heads", "kv"}, _DELTA: {_DELTA}}
@@ -40,13 +38,14 @@ class Kind(msgspec.Struct, frozen=True):
     Args:
         statement: the statement.
         sizes: the sizes of its tower.
-        sources: its canonical names with positions for the numbers.
-        holes: the numbers of its name; ``shifts`` and ``spans`` are in this order.
-        shifts: the differences between numbers of the model and canonical ones.
-        spans: the canonical numbers; None where the configuration does not give them.
+        sources: its canonical names, as format strings for the numbers.
+        holes: the numbers of its name: placeholders and digits; ``shifts`` and ``spans`` have the same order.
+        shifts: numbers in the model minus canonical numbers.
+        spans: the canonical numbers; None if the configuration does not determine them.
         expert_shift: the shift of ``expert``.
-        whole: the length of the axis that tensor parallelism cuts, where the configuration gives it.
-        layouts: for :mod:`.bind`: the layout of every shape and cut that has occurred.
+        whole: the global length of the axis that tensor parallelism cuts; None if the configuration does not determine
+            it.
+        layouts: cache of :mod:`.bind`: the layout by shape and cuts.
     """
 
     statement: Statement
@@ -60,11 +59,11 @@ class Kind(msgspec.Struct, frozen=True):
     layouts: dict[tuple[Shape, Shape], Any] = msgspec.field(default_factory=dict)
 
     def numbers(self, texts: Sequence[str]) -> dict[str, int]:
-        """Return the canonical numbers of a name by placeholder."""
+        """Return the canonical numbers of a name, by placeholder."""
         return {hole: int(text) - shift for hole, text, shift in zip(self.holes, texts, self.shifts, strict=True)}
 
     def shape(self, numbers: Mapping[str, int]) -> Shape | None:
-        """Return the declared shape of the tensor of these numbers; None if the configuration does not give it."""
+        """Return the declared shape of the tensor with these numbers; None if the configuration is not sufficient."""
         known, statement = with_layer(self.statement, self.sizes, numbers), self.statement
         needed = statement.shape if statement.stack is None else (*statement.shape, "experts")
         if not all(self.sizes.defines(size, known) for size in needed):
@@ -72,7 +71,7 @@ class Kind(msgspec.Struct, frozen=True):
         return shape_of(statement, self.sizes, known)
 
     def holds(self, numbers: Mapping[str, int]) -> bool | None:
-        """Return whether the statement's conditions hold; None if they depend on keys that the configuration lacks."""
+        """Return whether the statement's conditions hold; None if the configuration lacks a key for them."""
         try:
             return self.sizes.holds(self.statement.where, with_layer(self.statement, self.sizes, numbers))
         except MappingError:
@@ -80,12 +79,12 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 def with_layer(statement: Statement, sizes: Sizes, numbers: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the numbers of a name, and as ``layer`` the number that conditions of the statement are called with."""
+    """Return the numbers of a name, with the ``layer`` that the statement's conditions get."""
     return {**numbers, "layer": sizes.length(statement.layer, numbers)} if statement.layer else numbers
 
 
 def shape_of(statement: Statement, sizes: Sizes, numbers: Mapping[str, int]) -> Shape:
-    """Return the shape of a tensor of these numbers; of a stack that of all experts of a layer.
+    """Return the shape of the tensor with these numbers; for a stack, including all experts of the layer.
 
     Raises:
         MappingError: the configuration lacks a key.
@@ -102,11 +101,11 @@ class Names:
 
     Args:
         family: the model's family.
-        model: the model; its adapters have statements as well.
+        model: the model, with its adapters.
     Attributes:
         kinds: the statements, in order.
     Raises:
-        MappingError: a canonical name contains a number that the model's name lacks.
+        MappingError: a canonical name contains a placeholder that the model's name lacks.
     """
 
     def __init__(self, family: Family, model: ModelDescription) -> None:
@@ -121,7 +120,7 @@ class Names:
             self._kinds.setdefault(_TOKEN.sub(_HOLE, kind.statement.target), []).append(kind)
         literal = (kind.statement.target for kind in self.kinds if any(map(str.isdigit, kind.holes)))
         self._literal = {_TOKEN.sub(_HOLE, target) for target in literal}
-        # Several statements may be bound alike, and differ in shape, cut or condition alone.
+        # Statements that differ only in shape, cut or conditions are bound in the same way.
         self._distinct = {template: _distinct(kinds) for template, kinds in self._kinds.items()}
 
     def find(self, name: str, distinct: bool = False) -> tuple[list[Kind], list[str]]:
@@ -129,7 +128,7 @@ class Names:
 
         Args:
             name: the tensor's name in the model.
-            distinct: leave out statements that are bound as an earlier one is.
+            distinct: omit statements that are bound in the same way as an earlier one.
         """
         pieces = NUMBER.split(name)
         template, numbers = _HOLE.join(pieces[::2]), pieces[1::2]
@@ -147,7 +146,7 @@ class Names:
         """Return the canonical numbers of a placeholder.
 
         Raises:
-            MappingError: the family does not declare them, or the configuration does not give them.
+            MappingError: the family does not declare them, or the configuration does not determine them.
         """
         if hole not in self._numbers:
             raise MappingError(
@@ -161,40 +160,40 @@ class Names:
         return range(start, start + self.sizes.length(one.count))
 
     def check_numbers(self) -> None:
-        """Require the difference between the model's and canonical numbers of every kind.
+        """Check that the configuration determines the shift of every placeholder.
 
         Raises:
-            MappingError: the configuration does not give one.
+            MappingError: it does not.
         """
         for one in self._numbers.values():
             self.sizes.length(one.shift)
 
     def name_of(self, stored: str) -> str:
-        """Return the model's name of a stored weight: PaddleFormers saves some models without prefixes."""
+        """Return the model's name of a stored weight. PaddleFormers saves some models without prefixes."""
         prefixed = [stored.replace(short, one, 1) for short, one in _PREFIXES.items() if stored.startswith(short)]
         return next((name for name in (stored, *prefixed) if self.find(name)[0]), stored)
 
     def trained(self, name: str) -> bool:
-        """Return whether an optimizer updates a tensor; true for a tensor that is not declared."""
+        """Return whether an optimizer updates a tensor; true for an undeclared tensor."""
         return all(kind.statement.trained for kind in self.find(name)[0])
 
     def of_heads(self, name: str) -> bool:
-        """Return whether the elements of a tensor are assigned to heads of attention."""
+        """Return whether a tensor has an axis of attention heads."""
         kinds, _ = self.find(name)
         return any(_OF_HEADS & self.sizes.reads(size) for kind in kinds for size in kind.statement.shape)
 
     def whole(self, name: str, part: Shape, tp: int) -> tuple[Shape, int | None] | str:
-        """Return the shape of a whole tensor and the axis that is cut, None if every rank has it whole.
+        """Return the global shape of a tensor and the axis that tensor parallelism cuts; None if it is replicated.
 
-        Formats that store what each rank held record neither. A part is placed only if its own shape proves a
-        statement. Conditions are not evaluated: the tensors are better evidence than a configuration.
+        Formats that store the local tensors of ranks record neither. The local shape must match the declared one.
+        Conditions are not evaluated: the tensors are better evidence than a configuration.
 
         Args:
             name: the tensor's name in the model.
-            part: the shape that a rank holds.
+            part: the local shape of a rank.
             tp: number of tensor-parallel ranks.
         Returns:
-            shape and axis, or as text why no statement fits.
+            shape and axis, or as text why no statement matches.
         """
         shapes = [(kind.statement.cut, kind.shape(numbers)) for kind, numbers in self.declared(name)]
         known = [(axis, shape) for axis, shape in shapes if shape is not None]
@@ -205,18 +204,18 @@ class Names:
                 return shape, axis
         if not known:
             return "no statement of the family declares its shape"
-        stated = "; ".join(f"{list(shape)} cut on axis {axis}" for axis, shape in known)
-        return f"{list(part)} on each of {tp} ranks, declared {stated}"
+        declared = "; ".join(f"{list(shape)} cut on axis {axis}" for axis, shape in known)
+        return f"{list(part)} on each of {tp} ranks, declared {declared}"
 
     def _kind(self, statement: Statement) -> Kind:
         holes, own = statement.numbers, self.sizes.within(statement.tower)
         positions = {name: f"{{{index}}}" for index, name in enumerate(holes)}
         if statement.stack is not None:
             positions.setdefault("expert", f"{{{len(holes)}}}")
-        strange = {name for source in statement.sources for name in PLACEHOLDER.findall(source)} - set(positions)
-        if strange:
+        unknown = {name for source in statement.sources for name in PLACEHOLDER.findall(source)} - set(positions)
+        if unknown:
             raise MappingError(
-                f"{statement.target}: its canonical names contain {', '.join(sorted(strange))}, its own name does not.",
+                f"{statement.target}: its canonical names contain {', '.join(sorted(unknown))}, its own name does not.",
                 where=f"family {self._family.name}",
                 next_step="Every number of a canonical name comes from the model's name.",
             )
@@ -233,11 +232,11 @@ class Names:
 
 
 def _distinct(kinds: Iterable[Kind]) -> list[Kind]:
-    """Return the first of the kinds that are bound alike."""
+    """Return the kinds without those that are bound in the same way as an earlier one."""
     found: dict[object, Kind] = {}
     for kind in kinds:
         one = kind.statement
-        layout = (one.geometry, one.turned, one.stack, one.tower, one.parts, one.groups, one.siblings)
+        layout = (one.geometry, one.transposed, one.stack, one.tower, one.parts, one.groups, one.siblings)
         found.setdefault((PLACEHOLDER.sub(_HOLE, one.target), one.sources, layout), kind)
     return list(found.values())
 
@@ -247,7 +246,7 @@ def _has_digits(holes: Sequence[str], numbers: Sequence[str]) -> bool:
 
 
 def _span(numbers: Numbers, sizes: Sizes) -> range | None:
-    """Return the canonical numbers of a placeholder, as far as the configuration gives them."""
+    """Return the canonical numbers of a placeholder; None if the configuration does not determine them."""
     if not sizes.defines(numbers.start) or not sizes.defines(numbers.count):
         return None
     start = sizes.length(numbers.start)
@@ -261,14 +260,14 @@ def _whole_length(statement: Statement, sizes: Sizes) -> int | None:
 
 
 def _cut(shape: Shape, axis: int, parts: int) -> Shape | None:
-    """Return the shape of an equal part; None if the axis cannot be divided."""
+    """Return the shape of one of ``parts`` equal parts; None if the axis is not divisible."""
     if shape[axis] % parts:
         return None
     return (*shape[:axis], shape[axis] // parts, *shape[axis + 1 :])
 
 
 def family_sizes(family: Family, model: ModelDescription) -> Sizes:
-    """Return the sizes of one model of a family. Its class is taken from its description alone."""
+    """Return the sizes of a model. Its class comes from the description, never from a configuration key."""
     unknown = {} if model.is_fleet is not None else {IS_FLEET: _NO_CLASS}
     towers: dict[str, Sizes] = {}
 
@@ -283,9 +282,9 @@ def family_sizes(family: Family, model: ModelDescription) -> Sizes:
 
 
 def family_keys(family: Family) -> frozenset[str]:
-    """Return the configuration keys that a family's declaration reads, of nested configurations with dots.
+    """Return the configuration keys that a family's declaration reads; keys of nested configurations have dots.
 
-    :data:`IS_FLEET` is among them if the declaration depends on the class.
+    :data:`IS_FLEET` is included if the declaration depends on the class.
     """
     numbers = family.numbered
     holes = {hole for one in family.statements for hole in PLACEHOLDER.findall(one.target)}
@@ -303,23 +302,23 @@ def family_keys(family: Family) -> frozenset[str]:
 
 
 def family_heads(family: Family, model: ModelDescription) -> dict[str, int]:
-    """Return the numbers of heads of a model's attention by configuration key, as far as the configuration gives them.
+    """Return the numbers of attention heads by configuration key, as far as the configuration determines them.
 
-    Tensors do not contain them: two heads of 8 are as long as one of 16.
+    Tensors do not show them: two heads of size 8 are as long as one head of size 16.
     """
     found: dict[str, int] = {}
     for part, key in {"": "", **{tower.name: f"{tower.key}." for tower in family.towers}}.items():
         sizes = family_sizes(family, model).within(part)
         shapes = [size for one in family.statements if one.tower == part for size in one.shape]
         needed = frozenset[str]().union(*map(sizes.reads, shapes))
-        # Towers have projections as wide as their hidden size, so that no shape has to name their heads.
+        # Projections of towers are as wide as the hidden size, so no shape has to name their heads.
         known = [name for name, users in _USERS.items() if (part or needed & users) and sizes.defines(name)]
         found |= {key + _HEADS[name]: sizes.length(name) for name in known}
     return found
 
 
 def tied_names(family: Family, model: ModelDescription) -> dict[str, str]:
-    """Return the owner of every name that is an alias in models of this configuration."""
+    """Return the owner of every alias in a model with this configuration."""
     sizes = family_sizes(family, model)
     if not sizes.value("tie_word_embeddings"):
         return {}
@@ -327,7 +326,7 @@ def tied_names(family: Family, model: ModelDescription) -> dict[str, str]:
 
 
 def tied_sources(family: Family, model: ModelDescription) -> dict[str, str]:
-    """Return :func:`tied_names` with the names of open weights: those of an untied model of the family."""
+    """Return :func:`tied_names` with canonical names, as an untied model of the family has them."""
     sources = {one.target: one.sources[0] for one in family.statements if len(one.sources) == 1}
     ties = tied_names(family, model)
     return {sources.get(alias, alias): sources.get(owner, owner) for alias, owner in ties.items()}

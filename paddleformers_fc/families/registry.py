@@ -1,21 +1,13 @@
-"""The registry of families of this package and of other distributions.
+"""The registry of families, from this package and from other distributions, and canonical names that files may lack.
 
-A family is registered by :func:`register`, and only if it is *proved*. The tensors of its tiny configuration are
-enumerated under several degrees of tensor parallelism and bound, and the mapping is proved forward and reversed. A
-mapping must be total, single-writer, in bounds and dtype-closed. The families of this package are proved when a process
-first needs them, which takes milliseconds.
+:func:`register` proves a family first, in milliseconds: it binds the tensors of the tiny configuration under several
+tensor-parallel degrees, and proves the mapping and its reverse. Families of this package are proved on first use. Other
+distributions declare families in the entry point group ``paddleformers_fc.families``: the name is the ``model_type``,
+the object a :class:`~paddleformers_fc.families.declarations.Family`, imported for a configuration with this type.
 
-Another distribution declares a family through the entry point group ``paddleformers_fc.families``. The entry point's
-name is the ``model_type``, its object a :class:`~paddleformers_fc.families.declarations.Family`. The module is
-imported when a configuration has that ``model_type``. A failure is an error with the name of the distribution, and
-registers no family.
-
-Canonical names that a file may lack, in groups.
-
-A model with prediction layers starts from files without them, and a model without them from files that have them. A
-*group* consists of the names of one declared prefix and one number, such as all of prediction layer 0. For the layers
-of the model it consists of the names of all layers, such as the biases of all their routers. A file with a part of a
-group is incomplete, and the missing names are an error.
+Models with and without prediction layers start from files with and without them. Optional names come in *groups*: all
+names with one declared prefix and number, such as prediction layer 0, or, for layers of the model, the names of all
+layers, such as the biases of all routers. A file that contains a group only in part is incomplete.
 """
 
 from __future__ import annotations
@@ -49,11 +41,11 @@ _TOKEN = re.compile(r"\{([^{}]*)\}")
 
 
 class OptionalNames:
-    """The optional names of one model; ``name in optional`` tests a canonical name.
+    """The canonical names that files of a model may lack; ``name in optional`` tests a name.
 
     Args:
         family: the model's family.
-        model: the model, whose configuration gives the number of the first prediction layer.
+        model: the model; its configuration determines the number of the first prediction layer.
     """
 
     def __init__(self, family: Family, model: ModelDescription) -> None:
@@ -68,7 +60,7 @@ class OptionalNames:
             self._apart.append(tuple(name != _OF_THE_MODEL for name in placeholders))
 
     def group(self, name: str) -> Group | None:
-        """Return the group of a canonical name, or None if the name is not optional."""
+        """Return the group of a canonical name; None if the name is not optional."""
         for index, (pattern, starts) in enumerate(self._beginnings):
             found = pattern.match(name)
             if found is None:
@@ -79,15 +71,14 @@ class OptionalNames:
         return None
 
     def missed(self, untouched: Sequence[str], stored: Iterable[str]) -> list[str]:
-        """Return the tensors of a file that a model does not read and must not ignore.
+        """Return the stored tensors that a model does not read, but must not ignore.
 
-        Among optional names these are tensors of a layer of which another tensor is read, such as a bias that the model
-        lacks, or scales of quantised values. Layers of the model itself are others, as in a file with more layers than
-        the configuration.
+        These are tensors that are not optional, optional tensors of a layer that is read in part (a bias that the model
+        lacks, or scales of quantized values), and layers of the model itself (more than the configuration has).
 
         Args:
             untouched: the names that the model does not read.
-            stored: all names of the file.
+            stored: all stored names.
         """
         left, names = set(untouched), list(stored)
         layers = {name.rpartition(".")[0] for name in names if name not in left}
@@ -106,9 +97,9 @@ class OptionalNames:
 
 
 def _marks(family: Family, beginning: str) -> frozenset[str]:
-    """Return the names, without numbers, that distinguish a group of this prefix from layers of the model.
+    """Return the names, without numbers, that distinguish groups with this prefix from layers of the model.
 
-    There are none if the prefix is sufficient.
+    Empty if the prefix is sufficient.
     """
     matches = re.compile(_TOKEN.sub(_matcher, _escaped(beginning))).match
     own: set[str] = set()
@@ -134,15 +125,15 @@ DEGREES = (1, 2, 4)
 """The degrees of tensor parallelism under which a family is proved."""
 
 OWN = tuple(module.name for module in iter_modules(models.__path__))
-"""The model types of the families of this package; each is declared by the module of its name."""
+"""The model types of this package's families; the module of the same name declares each."""
 
 _registered: dict[str, Family] = {}
 
 
 def own_family(model_type: str) -> Family:
-    """Return the family of this package that declares a model type of :data:`OWN`, without proving it.
+    """Return the family of a model type in :data:`OWN`, without proving it.
 
-    A process imports the declarations that it needs: all of them take longer than the rest of a load's imports.
+    Declarations are imported one by one: all of them would take longer than the other imports of a load.
     """
     family: Family = import_module(f"{models.__name__}.{model_type}").FAMILY
     return family
@@ -157,7 +148,7 @@ def family_for(config: Mapping[str, Any]) -> Family:
     """Return the family that declares this configuration's ``model_type``.
 
     Raises:
-        MappingError: there is none, no family declares it, several do, or the one that does cannot be registered.
+        MappingError: the key is missing, no family or several families declare it, or its family cannot be registered.
     """
     if config.get("model_type") is None:
         raise MappingError(
@@ -189,7 +180,7 @@ def family_for(config: Mapping[str, Any]) -> Family:
 
 @lru_cache(maxsize=1)
 def _entries(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Return the families of other distributions, read once for a path of imports: from a file of each distribution."""
+    """Return the families of other distributions, cached by import path, because this reads a file per distribution."""
     return tuple(entry_points(group=GROUP))
 
 
@@ -204,15 +195,15 @@ def is_known(config: Mapping[str, Any]) -> bool:
 def register(
     family: Family, model: ModelDescription | None = None, header: Mapping[str, Sequence[int]] | None = None
 ) -> None:
-    """Register a family in this process if it is proved on its tiny configuration.
+    """Prove a family on its tiny configuration, and register it in this process.
 
     Args:
         family: the family.
-        model: a model of open weights, to compare its declaration with them as well.
+        model: a model with open weights, to also compare the declaration with them.
         header: the shapes of these open weights by name.
     Raises:
-        MappingError: the family is not proved, other tensors than its are in the open weights, or another family
-            declares its ``model_type``.
+        MappingError: the proof fails, the open weights have different tensors, or another family declares the
+            ``model_type``.
     """
     if _registered.get(family.name, family) is not family:
         raise MappingError(
@@ -234,7 +225,7 @@ def require_header(family: Family, model: ModelDescription, header: Mapping[str,
         model: the model of the open weights.
         header: the shapes of the open weights by name.
     Raises:
-        MappingError: names or shapes differ, beside optional names and repeated tied ones.
+        MappingError: names or shapes differ; optional names and copies of tied tensors are not compared.
     """
     tensors = [tensor.under() for tensor in enumerate_tensors(family, model)]
     declared = {name: list(spec.shape) for name, spec in bind(family, model, tensors).mapping().sources.items()}
@@ -268,7 +259,7 @@ def tiny_models(family: Family) -> list[ModelDescription]:
 
 def family_classes(family: Family) -> list[str]:
     """Return the libraries of the model classes of a family, in the order of :func:`tiny_models`."""
-    # Classes of PaddleFleet have their embedding in a layer of this name.
+    # In PaddleFleet's classes, the embedding is in a layer of this name.
     only = FLEET if any(".embedding.embed_tokens." in one.target for one in family.statements) else FORMERS
     kinds = {True: FLEET, False: FORMERS, None: only}
     return [NLP if IS_NLP in model.config else kinds[model.is_fleet].value for model in tiny_models(family)]
@@ -278,7 +269,7 @@ def prove_family(family: Family) -> int:
     """Prove the tiny models of a family under every degree of :data:`DEGREES`, forward and reversed.
 
     Returns:
-        the number of tensors of all classes together.
+        the total number of tensors of all classes.
     Raises:
         MappingError: with every fault of the first degree that has any.
     """
@@ -290,7 +281,7 @@ def _prove(family: Family, model: ModelDescription) -> int:
     if not tensors:
         raise MappingError(
             f"Family {family.name} declares no tensor under its tiny configuration.",
-            next_step="Give the family a tiny configuration that fulfils its conditions.",
+            next_step="Give the family a tiny configuration that meets its conditions.",
         )
     counts = Counter(tensor.name for tensor in tensors)
     twins = [f"{name}: {count} statements declare it" for name, count in counts.items() if count > 1]
@@ -319,7 +310,7 @@ def _load(entry: EntryPoint) -> None:
         register(family)
     except FlexError as error:
         raise _not_loaded(entry, [error.what, *error.evidence]) from error
-    except Exception as error:  # The code of another distribution may fail in any way.
+    except Exception as error:  # Another distribution's code may fail in any way.
         raise _not_loaded(entry, [f"{type(error).__name__}: {error}"]) from error
 
 

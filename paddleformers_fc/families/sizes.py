@@ -1,17 +1,16 @@
-"""Sizes and conditions of a declaration, from the configuration of a model.
+"""Evaluate the sizes and conditions of a declaration for a model's configuration.
 
 A size is one of these:
 
-* a name: ``"hidden"``. It is, in this order, a number of the tensor's name (``layer``), a size of the family, a key of
-  the configuration, a default of the family. A dotted name is a size of a tower (``vision.hidden``) or a key of a
-  nested configuration (``text_config.hidden_size``).
+* a name: ``"hidden"``. It refers to the first that exists: a number of the tensor's name (``layer``), a size of the
+  family, a configuration key, a default of the family. A dotted name is a size of a tower (``vision.hidden``) or a key
+  of a nested configuration (``text_config.hidden_size``). Inside the size ``x``, the name ``x`` is a configuration key.
 * a number.
-* a tuple: the sum of its entries, as of the parts of a fused layer: ``("q", "kv", "kv")``.
+* a tuple: the sum of its entries, such as the parts of a fused layer: ``("q", "kv", "kv")``.
 * :class:`OneOf`: several names of one key.
-* a function. Its parameters are names: ``lambda heads, head: heads * head``.
+* a function whose parameters are names: ``lambda heads, head: heads * head``.
 
-Inside the size ``x`` the name ``x`` is a key of the configuration. A condition is a name, a truth
-value or a function as well; an absent key counts as false.
+A condition is a name, a bool or a function. An absent key counts as false.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from paddleformers_fc.errors import MappingError
 
 
 class OneOf(msgspec.Struct, frozen=True):
-    """A key with several names, which have equal values where a configuration has several of them.
+    """A key with several names. If a configuration has several of them, their values must be equal.
 
-    Without any of them the value is the default of the first.
+    If it has none, the value is the default of the first name.
     """
 
     names: tuple[str, ...]
@@ -38,7 +37,7 @@ class OneOf(msgspec.Struct, frozen=True):
 Size = str | int | tuple[Any, ...] | OneOf | Callable[..., Any]
 Condition = str | bool | Callable[..., Any]
 Conditions = tuple[tuple[Condition, bool], ...]
-"""Conditions that all hold, or that all do not hold where the second entry is false."""
+"""Conditions, each with the truth value that it must have."""
 
 _NO_NUMBERS: dict[str, int] = {}
 _NOTHING_UNKNOWN: dict[str, str] = {}
@@ -51,8 +50,8 @@ class Sizes:
     Args:
         declared: the family's sizes by name.
         config: the model's configuration.
-        defaults: the values of the model's class for keys that the configuration does not contain.
-        unknown: names without a value, with the reason. An absent key counts as false; one of these is an error.
+        defaults: the class's values for keys that the configuration lacks.
+        unknown: names whose value is unknown, with the reason. Unlike absent keys, using one is an error.
         towers: the sizes of the model's towers by name: ``vision.hidden`` is a size of tower ``vision``.
     """
 
@@ -73,23 +72,23 @@ class Sizes:
         self._open: list[str] = []
 
     def length(self, size: Size, numbers: Mapping[str, int] = _NO_NUMBERS) -> int:
-        """Return a size that is a number of elements or of tensors.
+        """Return the value of a size that counts elements or tensors.
 
         Args:
             size: the size.
-            numbers: the numbers in the tensor's own name, by placeholder.
+            numbers: the numbers in the tensor's name, by placeholder.
         Raises:
-            MappingError: the configuration lacks a key, or gives no such number.
+            MappingError: the configuration lacks a key, or the value is not a length.
         """
         found = self._value(size, numbers)
         if found is None:
-            raise self._refused(size, "is not in the configuration")
+            raise self._error(size, "is not in the configuration")
         if isinstance(found, bool) or not isinstance(found, int) or found < 0:
-            raise self._refused(size, f"is {found!r} and not a length")
+            raise self._error(size, f"is {found!r} and not a length")
         return found
 
     def value(self, size: Size) -> Any:
-        """Return a size of any type; None if the configuration does not give it.
+        """Return the value of a size, of any type; None if the configuration lacks it.
 
         Raises:
             MappingError: as :meth:`length`.
@@ -97,32 +96,32 @@ class Sizes:
         return self._value(size, _NO_NUMBERS)
 
     def holds(self, conditions: Conditions, numbers: Mapping[str, int] = _NO_NUMBERS) -> bool:
-        """Return whether conditions hold; none always do.
+        """Return whether all conditions hold.
 
         Raises:
             MappingError: as :meth:`length`.
         """
-        return all(bool(self._value(one, numbers)) is wanted for one, wanted in conditions)
+        return all(bool(self._value(one, numbers)) is expected for one, expected in conditions)
 
     def defines(self, size: Size, numbers: Mapping[str, int] = _NO_NUMBERS) -> bool:
-        """Return whether a size has a value under this configuration and these numbers of a name."""
+        """Return whether a size has a value for this configuration and these numbers of a name."""
         try:
             return self._value(size, numbers) is not None
         except MappingError:
             return False
 
     def is_given(self, size: Size) -> bool:
-        """Return whether the configuration itself has a key that a size is read from."""
+        """Return whether the configuration contains a key that a size depends on."""
         return any(value_at(self._config, key) is not None for _, key in self.keys(size))
 
     def reads(self, size: Size) -> frozenset[str]:
-        """Return the names that a size uses, and those that functions of the family read for them."""
+        """Return the names that a size uses, and the parameters of the family's functions among them."""
         names = frozenset(names_of(size))
         functions = (self._declared[name] for name in names if callable(self._declared.get(name)) and name != "head")
         return names.union(*map(names_of, functions))
 
     def within(self, tower: str) -> Sizes:
-        """Return the sizes of a tower; those of the model itself for an empty name."""
+        """Return the sizes of a tower; ``self`` for an empty name."""
         return self._towers[tower] if tower else self
 
     def _value(self, size: Size, numbers: Mapping[str, int]) -> Any:
@@ -140,12 +139,12 @@ class Sizes:
         except (TypeError, ArithmeticError, LookupError) as error:
             absent = sorted(name for name in names_of(size) if self._named(name, numbers) is None)
             reason = f"requires {', '.join(absent)}, which the configuration does not contain" if absent else str(error)
-            raise self._refused(size, reason) from error
+            raise self._error(size, reason) from error
 
     def keys(self, size: Size, within: frozenset[str] = frozenset()) -> Iterator[tuple[Sizes, str]]:
-        """Yield the configuration keys that a size is read from, each with the sizes of its part of the model.
+        """Yield the configuration keys that a size depends on, each with the sizes of the model or tower.
 
-        A size inside its own definition is a key.
+        Inside the definition of a size, its own name is a key.
         """
         for name in names_of(size):
             tower, _, rest = name.partition(".")
@@ -157,10 +156,10 @@ class Sizes:
                 yield self, name
 
     def _of_one(self, names: tuple[str, ...], numbers: Mapping[str, int]) -> Any:
-        """Return the value of names for one key.
+        """Return the value of a key with several names.
 
         Raises:
-            MappingError: the configuration gives several of them, and they differ.
+            MappingError: the configuration has several of the names, with different values.
         """
         found = {name: value_at(self._config, name) for name in names}
         given = {name: value for name, value in found.items() if value is not None}
@@ -179,7 +178,7 @@ class Sizes:
         if name in self._known:
             return self._known[name]
         if name in self._unknown:
-            raise self._refused(name, self._unknown[name])
+            raise self._error(name, self._unknown[name])
         head, _, rest = name.partition(".")
         if rest and head in self._towers:
             return self._towers[head].value(rest)
@@ -195,7 +194,7 @@ class Sizes:
             self._known[name] = value
         return value
 
-    def _refused(self, size: Size, reason: str) -> MappingError:
+    def _error(self, size: Size, reason: str) -> MappingError:
         keys = sorted(key for _, key in self.keys(size))
         return MappingError(
             f"`{text_of(size)}` {reason}.",
@@ -206,7 +205,7 @@ class Sizes:
 
 
 class _Text:
-    """A text of a configuration. Unlike a str it cannot be multiplied by a number to a text of any length."""
+    """A configured text. Unlike a str, it cannot be multiplied by a number, which could give a text of any length."""
 
     def __init__(self, value: str) -> None:
         self.value = value
@@ -221,7 +220,7 @@ class _Text:
 
 
 class _Entries(Sequence[Any]):
-    """A list of a configuration, counted from 0, which cannot be multiplied either."""
+    """A configured list, which cannot be multiplied either and has no negative indices."""
 
     def __init__(self, value: Sequence[Any]) -> None:
         self.value = value
@@ -236,7 +235,7 @@ class _Entries(Sequence[Any]):
 
 
 def _argument(value: Any) -> Any:
-    """Return a value of a configuration as functions of sizes get it."""
+    """Wrap a configured value as an argument for functions of sizes."""
     if isinstance(value, str):
         return _Text(value)
     return _Entries(value) if isinstance(value, (list, tuple)) else value
@@ -259,7 +258,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def text_of(size: Size) -> str:
-    """Return a size for an error: the names that it uses."""
+    """Format a size for an error: the names that it uses."""
     if isinstance(size, tuple):
         return " + ".join(map(text_of, size))
     if callable(size):
@@ -268,12 +267,12 @@ def text_of(size: Size) -> str:
 
 
 def conditions_text(conditions: Conditions) -> str:
-    """Return conditions for an error."""
-    return " and ".join(text_of(one) if wanted else f"not {text_of(one)}" for one, wanted in conditions)
+    """Format conditions for an error."""
+    return " and ".join(text_of(one) if expected else f"not {text_of(one)}" for one, expected in conditions)
 
 
 def value_at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """Return the value of a key of a configuration, or of a nested one: ``text_config.hidden_size``."""
+    """Return the value of a configuration key; dots lead into nested configurations: ``text_config.hidden_size``."""
     found: Any = config
     for key in path.split("."):
         if not isinstance(found, Mapping) or key not in found:

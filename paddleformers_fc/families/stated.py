@@ -1,11 +1,11 @@
-"""Rules of models that no family declares: stated by a caller, or the tensors of equal names.
+"""Rules of models without a family (user-mapped, or by equal names), and the format of ``mapping.json``.
 
-A caller states rules as a :class:`RuleSet` from the canonical space to the model's. Otherwise the canonical space is
-the model's own: every tensor has its own name in it. Names do not show whether a tensor is fused, that is, whether
-another tensor-parallel degree interleaves its parts differently. Such a tensor is therefore equal to the tensor of its
-name only if both are cut into the same number of shards on every axis.
+A caller can map a model with a :class:`RuleSet` from canonical tensors to the model's tensors. Otherwise every tensor
+is the canonical tensor of its own name. Names do not show whether a tensor is fused, that is, whether another
+tensor-parallel degree would interleave its parts differently. Tensors with equal names therefore only match if they are
+cut into the same number of shards on every axis.
 
-``mapping.json``: the rules of a model and the description that they were derived from.
+``mapping.json`` contains the rules of a model and the description that they were derived from.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from paddleformers_fc.text import count_text, fold
 
 
 def bind_model(model: ModelDescription, tensors: Sequence[ModelTensor]) -> RuleSet:
-    """Return the rules of a model, or of one rank's part of it: the stated ones, or those of its family.
+    """Return the rules of a model, or of one rank's part of it: user-mapped, or from its family.
 
     Raises:
-        MappingError: no family declares the model, or the rules do not fit its tensors.
+        MappingError: no family declares the model, or the rules do not match its tensors.
     """
     if model.rules is None:
         return bind(family_for(model.config), model, tensors)
@@ -40,14 +40,14 @@ def bind_model(model: ModelDescription, tensors: Sequence[ModelTensor]) -> RuleS
 
 
 def model_ties(model: ModelDescription) -> dict[str, str]:
-    """Return the owner of every name that is an alias; none of a model without rules and without a declared family."""
+    """Return the owner of every alias; empty for a model without rules and without a known family."""
     if model.rules is not None:
         return model.rules.aliases
     return tied_names(family_for(model.config), model) if is_known(model.config) else {}
 
 
 def canonical_ties(model: ModelDescription) -> dict[str, str]:
-    """Return the owner of every alias, in names of open weights; none of a model without a declared family or rules."""
+    """Return :func:`model_ties` with canonical names."""
     if model.rules is not None:
         sources = {rule.targets[0]: rule.sources[0] for rule in model.rules.rules}
         return {alias: sources.get(owner, owner) for alias, owner in model.rules.aliases.items()}
@@ -55,7 +55,7 @@ def canonical_ties(model: ModelDescription) -> dict[str, str]:
 
 
 def family_name(model: ModelDescription) -> str:
-    """Return the name of a model's family; empty if its rules are stated."""
+    """Return the name of a model's family; empty if the model is user-mapped."""
     return family_for(model.config).name if model.rules is None else ""
 
 
@@ -74,27 +74,27 @@ def rules_by_name(tensors: Iterable[ModelTensor], ties: Iterable[Tie] = ()) -> R
         targets={name: TensorSpec(one.shape, one.dtype) for name, one in by_name.items()},
         rules=tuple(_same(one) for one in owners if one.shape),
         ties=known,
-        # A rule needs an axis. A tensor without one is taken over as it is.
+        # Rules need an axis, so tensors without one are loaded by name.
         fresh=tuple(one.name for one in owners if not one.shape),
         cuts={name: one.cuts for name, one in by_name.items() if any(cut > 1 for cut in one.cuts)},
     )
 
 
-def check_cut_alike(stored: RuleSet, live: RuleSet, stated: Collection[str], where: str) -> None:
-    """Refuse tensors of equal names that are cut differently, unless a statement declares their sources.
+def check_cut_alike(stored: RuleSet, live: RuleSet, assigned: Collection[str], where: str) -> None:
+    """Check that tensors with equal names are cut into the same shards, unless a statement assigns them.
 
     Args:
         stored: rules of the stored model.
         live: rules of the live model, by name.
-        stated: live tensors that statements of the user assign.
+        assigned: live tensors that the user's statements assign.
         where: the checkpoint.
     Raises:
         MismatchError: with every such tensor.
     """
     faults = [
-        f"{name}: stored in {_text(before)} shards, wanted in {_text(now)}"
+        f"{name}: stored in {_text(before)} shards, the model has {_text(now)}"
         for name, spec in live.targets.items()
-        if name in stored.targets and name not in stated
+        if name in stored.targets and name not in assigned
         for before, now in [(_cuts(stored, name, spec.shape), _cuts(live, name, spec.shape))]
         if before != now
     ]
@@ -110,7 +110,7 @@ def check_cut_alike(stored: RuleSet, live: RuleSet, stated: Collection[str], whe
 
 
 def _restricted(rules: RuleSet, tensors: Sequence[ModelTensor]) -> RuleSet:
-    """Return the rules of some of the tensors for which rules are stated."""
+    """Return the part of user-mapped rules that some tensors need."""
     owners = rules.aliases
     written = {name: rule for rule in rules.rules for name in rule.targets}
     faults = []
@@ -118,10 +118,10 @@ def _restricted(rules: RuleSet, tensors: Sequence[ModelTensor]) -> RuleSet:
     for one in tensors:
         name, spec = owners.get(one.name, one.name), rules.targets.get(one.name)
         if spec is None or (name not in written and name not in rules.fresh):
-            faults.append(f"{one.name}: no rule states what it is made of")
+            faults.append(f"{one.name}: no rule for this tensor")
         elif spec.shape != one.shape:
-            faults.append(f"{one.name}: shape {list(one.shape)}, the rules state {list(spec.shape)}")
-        # A rule may write tensors of other ranks as well. The owner of an alias may be on another pipeline stage.
+            faults.append(f"{one.name}: shape {list(one.shape)}, the rules have {list(spec.shape)}")
+        # A rule may also write tensors of other ranks, and the owner of an alias may be on another pipeline stage.
         for other in written[name].targets if name in written else (name,):
             if other in rules.targets:
                 targets[other] = TensorSpec(rules.targets[other].shape, one.dtype)
@@ -131,7 +131,7 @@ def _restricted(rules: RuleSet, tensors: Sequence[ModelTensor]) -> RuleSet:
             f"The model cannot be mapped: {count_text(len(faults), 'fault')}.",
             where="mapping",
             evidence=fold(faults),
-            next_step="State a rule for every tensor of the model, with its global shape.",
+            next_step="Give a rule for every tensor of the model, with its global shape.",
         )
     return structs.replace(
         rules,
@@ -182,7 +182,7 @@ class _Document(msgspec.Struct, frozen=True):
 
 
 class _Model(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A description as it is stored. Rules are in the document themselves."""
+    """A description as it is stored, without rules."""
 
     config: dict[str, Any]
     is_fleet: bool | None
@@ -207,7 +207,7 @@ def decode_mapping(data: bytes, where: str) -> tuple[ModelDescription, RuleSet]:
 
     Args:
         data: the bytes of the file.
-        where: its path, for the error.
+        where: its path, for errors.
     Raises:
         FormatError: the document does not follow its format.
     """

@@ -1,8 +1,8 @@
-"""Complete the description of a model whose checkpoint or configuration file lacks keys that its rules depend on.
+"""Complete the description of a model from its tensors, if its configuration lacks keys that its rules depend on.
 
-PaddleFormers omits keys in ``config.json``, and no key contains the class of the model. Stock checkpoints store no
-other description, so it follows from the tensors: the class and the fusion of experts from names and shapes, empty
-layers from the smallest number of a layer. An ambiguous description is an error.
+PaddleFormers omits keys in ``config.json``, and no key contains the class of the model. For stock checkpoints, names
+and shapes show the class and the fusion of experts, and the smallest layer number shows empty layers. An ambiguous
+description is an error.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _OPEN: Mapping[str, Sequence[object]] = {
     "moe_expert_fusion": (False, True),
     "using_sonic_moe": (False, True),
 }
-"""The keys that a serialised configuration lacks whatever the model has, and their values."""
+"""Keys that a serialized configuration always lacks, and their possible values."""
 
 STRIPPED = frozenset({EMPTY_LAYERS, *_OPEN})
-"""All keys on which rules depend and which a serialised configuration lacks."""
+"""All keys that rules depend on and that a serialized configuration lacks."""
 
 _LAYER = "layer"
 
@@ -37,37 +37,37 @@ _LAYER = "layer"
 def completed(
     family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]
 ) -> tuple[ModelDescription, RuleSet]:
-    """Complete a description without the keys that a serialised configuration lacks, and bind with it.
+    """Complete a description and bind the tensors with it.
 
     Args:
         family: the model's family.
         model: the incomplete description; its keys are kept.
         tensors: every tensor of the model.
     Returns:
-        a description that fits the tensors, and its rules, which are those of all descriptions that fit.
+        a description that matches the tensors, and its rules. All matching descriptions have the same rules.
     Raises:
-        MappingError: no description fits the tensors, or those that fit give different rules.
+        MappingError: no description matches the tensors, or matching descriptions have different rules.
     """
     found: list[tuple[ModelDescription, RuleSet]] = []
     contradicted: list[MappingError] = []
     unbound: list[MappingError] = []
     cuts = {tensor.name: tensor.cuts for tensor in tensors if any(cut > 1 for cut in tensor.cuts)}
     for candidate in _candidates(family, model, tensors):
-        refused = contradicted
+        errors = contradicted
         try:
             _check_no_contradictions(family, candidate, tensors)
-            refused = unbound
+            errors = unbound
             found.append((candidate, structs.replace(bind(family, candidate, tensors), cuts=cuts)))
         except MappingError as error:
-            refused.append(error)
+            errors.append(error)
     if not found:
         raise min(unbound or contradicted, key=lambda error: len(error.evidence))
     if any(rules != found[0][1] for _, rules in found):
         raise MappingError(
             "The tensors fit several descriptions of the model, which give different mappings.",
             where=f"family {family.name}",
-            evidence=[_spelled(candidate, model) for candidate, _ in found],
-            next_step="State the value of one of these keys.",
+            evidence=[_added_keys(candidate, model) for candidate, _ in found],
+            next_step="Set one of these keys in the configuration.",
         )
     return found[0]
 
@@ -88,16 +88,16 @@ def _candidates(family: Family, model: ModelDescription, tensors: Sequence[Model
 
 
 def _first_layer(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> int:
-    """Return the number of the first layer of a whole model, which is the number of empty layers before it."""
+    """Return the number of the first layer of a complete model: the number of empty layers before it."""
     index = Names(family, model)
     found = (numbers for tensor in tensors for _, numbers in index.declared(tensor.name))
     return min((numbers[_LAYER] for numbers in found if _LAYER in numbers), default=0)
 
 
 def _check_no_contradictions(family: Family, model: ModelDescription, tensors: Sequence[ModelTensor]) -> None:
-    """Refuse a description under which the model would not have these tensors, by the conditions on open keys.
+    """Check that a model with this description has these tensors, by the conditions on open keys.
 
-    Binding takes a tensor by its name whatever conditions are declared; here the description is in question.
+    Binding ignores conditions, because a real model has its tensors. Here, however, the description is a guess.
     """
     index = Names(family, model)
     faults = []
@@ -115,8 +115,7 @@ def _check_no_contradictions(family: Family, model: ModelDescription, tensors: S
         )
 
 
-def _spelled(candidate: ModelDescription, model: ModelDescription) -> str:
-    """Return the keys that were added to a description."""
+def _added_keys(candidate: ModelDescription, model: ModelDescription) -> str:
     added = {key: value for key, value in candidate.config.items() if model.config.get(key) != value}
     if candidate.is_fleet != model.is_fleet:
         added[IS_FLEET] = candidate.is_fleet

@@ -63,11 +63,11 @@ def test_a_part_of_the_family_itself_is_refused_in_a_scope() -> None:
         lang.layer("model", lang.ends("embed_tokens", "norm", "lm_head"))
 
 
-def stack_rule(turned: bool) -> Rule:
+def stack_rule(transposed: bool) -> Rule:
     """The rule of a stack of three experts of shape [4, 6] that files stack as well."""
     probe = Family(
         "probe",
-        lang.stack_of_files("model.weight1", file="experts.up", shape=("hidden", "ffn"), turned=turned),
+        lang.stack_of_files("model.weight1", file="experts.up", shape=("hidden", "ffn"), transposed=transposed),
     )
     tensor = ModelTensor("model.weight1", (3, 4, 6), "float32", (1, 1, 1))
     (rule,) = bind(probe, ModelDescription({"num_experts": 3}), [tensor]).rules

@@ -58,8 +58,8 @@ def test_tensors_without_a_rule_or_with_another_shape_are_refused_together() -> 
     with pytest.raises(MappingError) as refused:
         bind_model(model, others)
     assert refused.value.evidence == (
-        "fc.bias: shape [5], the rules state [6]",
-        "gate.weight: no rule states what it is made of",
+        "fc.bias: shape [5], the rules have [6]",
+        "gate.weight: no rule for this tensor",
     )
 
 
@@ -71,7 +71,7 @@ def test_tensors_of_equal_names_and_other_cuts_are_refused_unless_a_statement_as
     check_cut_alike(NAMED, alone, ("fc.weight", "fc.bias"), "checkpoint-3")
     with pytest.raises(MismatchError, match="names do not show") as refused:
         check_cut_alike(NAMED, alone, ("fc.bias",), "checkpoint-3")
-    assert refused.value.evidence == ("fc.weight: stored in 1 x 2 shards, wanted in 1 x 1",)
+    assert refused.value.evidence == ("fc.weight: stored in 1 x 2 shards, the model has 1 x 1",)
 
 
 def test_stated_rules_are_stored_once_as_the_rules_of_the_checkpoint() -> None:

@@ -100,7 +100,7 @@ def test_another_tensor_parallel_degree_is_refused_by_name_on_all_ranks(ranks: F
     assert to_two[0] == to_two[1]
     for refused, before, now in ((to_one[0], "1 x 2", "1 x 1"), (to_two[0], "1 x 1", "1 x 2")):
         assert refused[0] == "MismatchError"
-        assert f"gate_up.weight: stored in {before} shards, wanted in {now}" in refused
+        assert f"gate_up.weight: stored in {before} shards, the model has {now}" in refused
         assert all(word in refused[-1] for word in ("family=", "mapping=", "aoa_config="))
     assert not (tmp_path / "to_one/checkpoint-3").exists()
 
@@ -134,7 +134,7 @@ def test_a_statement_about_one_tensor_excuses_no_other(ranks: ForkServer, tmp_pa
     split = hop(ranks, "run_plain", TP2, tmp_path / "split", kind="fused")
     given = {"load": {"aoa_config": {"aoa_statements": [WHOLE]}}}
     (refused,) = outcomes(ranks, "run_plain", SINGLE, tmp_path / "to_one", split, kind="fused", **given)
-    assert "gate_up.weight: stored in 1 x 2 shards, wanted in 1 x 1" in refused
+    assert "gate_up.weight: stored in 1 x 2 shards, the model has 1 x 1" in refused
     assert not any(line.startswith("down.weight") for line in refused)
 
 

@@ -137,11 +137,11 @@ def test_other_adapters_and_other_bases_are_refused_with_the_difference(
     }
     without, adapters = found["without adapters"], found["adapters"]
     assert without.startswith(
-        "MismatchError: The checkpoint contains adapters (LoRA), and this run trains a whole model."
+        "MismatchError: The checkpoint contains adapters (LoRA), and this run trains a complete model."
     )
     assert f"paddleformers-fc export {llama.third} DIRECTORY --base " in without
     assert adapters.startswith(
-        "MismatchError: The checkpoint contains a whole model, and this run trains adapters (LoRA)."
+        "MismatchError: The checkpoint contains a complete model, and this run trains adapters (LoRA)."
     )
     assert f"paddleformers-fc export {given['adapters']['resume']} DIRECTORY, set" in adapters
     for way, row in rows.items():

@@ -1,14 +1,14 @@
 """DeepSeek V3: latent attention, unfused experts, prediction layers numbered after the last layer.
 
-A prediction layer has a bias that canonical files lack, and lacks the norm, head and embedding that they repeat in it.
-Without ``q_lora_rank`` the class still creates a norm for it, which no layer uses.
+Prediction layers have a bias that canonical files lack, and lack the norm, head and embedding that files repeat there.
+Without ``q_lora_rank`` the class still creates the norm of the latent query, which no layer uses.
 """
 
 from paddleformers_fc.families import language as lang
 
 
 def sparse(layer: int, experts: int, first_k_dense_replace: int, moe_layer_freq: int) -> bool:
-    """Layers with experts."""
+    """Return whether a layer has experts."""
     return bool(experts) and layer >= first_k_dense_replace and layer % moe_layer_freq == 0
 
 

@@ -1,8 +1,8 @@
-"""DeepSeek V4: attention over compressed keys, several residual streams, prediction layers with names of their own.
+"""DeepSeek V4: attention over compressed keys, several residual streams, separately named prediction layers.
 
-A layer compresses its keys if its entry of ``csa_compress_ratios`` is positive, and has an indexer if it is at most 4.
-The router of the first layers is a table of experts by token. Files hold the three factors of a connection in one
-tensor.
+A layer compresses its keys if its entry in ``csa_compress_ratios`` is positive, and has an indexer if the entry is also
+at most 4. In the first layers, the router is a table of experts by token. Files store the three factors of a connection
+in one tensor.
 """
 
 from typing import Any
@@ -11,32 +11,32 @@ from paddleformers_fc.families import language as lang
 
 
 def ratio(ratios: Any, layer: int) -> Any:
-    """The number of keys that a layer compresses to one; 0 for none."""
+    """Return the number of keys that a layer compresses into one; 0 for none."""
     return ratios[layer] if len(ratios) > layer else 0
 
 
 def compressed(ratios: Any, layer: int) -> bool:
-    """Layers that compress their keys."""
+    """Return whether a layer compresses its keys."""
     return bool(ratio(ratios, layer) > 0)
 
 
 def indexed(ratios: Any, layer: int) -> bool:
-    """Layers with an indexer."""
+    """Return whether a layer has an indexer."""
     return bool(0 < ratio(ratios, layer) <= 4)
 
 
 def hashed(layer: int, hash_layers: int) -> bool:
-    """Layers whose router is a table."""
+    """Return whether the router of a layer is a table."""
     return layer < hash_layers
 
 
 def wide_value(value: int, ratios: Any, layer: int) -> int:
-    """The width of compressed keys."""
+    """Return the width of compressed keys."""
     return value * (2 if ratio(ratios, layer) == 4 else 1)
 
 
 def wide_index(index_head: int, ratios: Any, layer: int) -> int:
-    """The width of compressed keys of the indexer."""
+    """Return the width of the indexer's compressed keys."""
     return index_head * (2 if ratio(ratios, layer) == 4 else 1)
 
 
@@ -74,10 +74,10 @@ ATTENTION = (
 
 
 def connection(name: str, file: str) -> lang.Group:
-    """Declare the connection of a layer with the residual streams."""
+    """Declare the connection of a layer to the residual streams."""
     alphas = (f"{name}.alpha_pre", f"{name}.alpha_post", f"{name}.alpha_res")
     return (
-        lang.held_together(*alphas, file=f"{file}_scale", shape=(1,)),
+        lang.stored_in_one(*alphas, file=f"{file}_scale", shape=(1,)),
         lang.same(f"{name}.bias", file=f"{file}_base", shape=("mixes",)),
         lang.transposed(f"{name}.mapping_proj.weight", file=f"{file}_fn", shape=("stream_hidden", "mixes")),
     )

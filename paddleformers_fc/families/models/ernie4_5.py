@@ -1,7 +1,7 @@
 """ERNIE 4.5 (dense): fused qkv per kv head, fused [gate | up] per tensor-parallel rank.
 
-In Transformers ``use_bias`` sets biases in the attention and the feed-forward. In PaddleFormers it sets those of the
-attention alone and ``mlp_bias`` those of the feed-forward, so that its exports contain both keys.
+In Transformers, ``use_bias`` enables biases in attention and feed-forward. In PaddleFormers it only affects attention,
+and ``mlp_bias`` the feed-forward, so exports contain both keys.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from paddleformers_fc.families import language as lang
 
 
 def ffn_bias(mlp_bias: Any, use_bias: Any) -> Any:
-    """Whether the feed-forward has biases."""
+    """Return whether the feed-forward has biases."""
     return use_bias if mlp_bias is None else mlp_bias
 
 

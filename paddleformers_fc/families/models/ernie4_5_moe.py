@@ -1,8 +1,8 @@
 """ERNIE 4.5 MoE: the dense family's layers, routed and shared experts, and multi-token-prediction blocks.
 
-Prediction blocks are beside the layers, in a class that pipelines do not build. A block has experts by its own number,
-as the layer of that number would have. Biases are those of the dense family; ``use_bias`` of Transformers sets one of
-the head as well, and none of a routed expert.
+Prediction blocks are separate from the layers, in a class that pipelines do not build. A block has experts if the layer
+with the same number would have them. Biases are those of the dense family, but in Transformers ``use_bias`` also adds
+a bias to the head, and none to routed experts.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from paddleformers_fc.families.models.ernie4_5 import ATTENTION, EXPORTED_BIASES
 
 
 def sparse(layer: int, moe_layer_interval: int, moe_layer_start_index: int, last_moe_layer: int) -> bool:
-    """Layers with experts."""
+    """Return whether a layer has experts."""
     return (layer + 1) % moe_layer_interval == 0 and moe_layer_start_index <= layer <= last_moe_layer
 
 
 def head_bias(lm_head_bias: Any, use_bias: Any) -> Any:
-    """Whether the head has a bias."""
+    """Return whether the head has a bias."""
     return use_bias if lm_head_bias is None else lm_head_bias
 
 

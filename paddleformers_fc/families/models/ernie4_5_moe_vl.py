@@ -1,6 +1,6 @@
-"""ERNIE 4.5 VL: routed experts of two modalities with sizes and routers of their own, a vision tower and a resampler.
+"""ERNIE 4.5 VL: routed experts of two modalities with separate sizes and routers, a vision tower and a resampler.
 
-No layer is fused. An untied head is transposed. Not declared: a vocabulary of images (``mm_vocab_size``).
+No layer is fused. An untied head is transposed. An image vocabulary (``mm_vocab_size``) is not declared.
 """
 
 from typing import Any
@@ -9,12 +9,12 @@ from paddleformers_fc.families import language as lang
 
 
 def sparse(layer: int, moe_layer_interval: int, moe_layer_start_index: Any, moe_layer_end_index: Any) -> bool:
-    """Layers with experts."""
+    """Return whether a layer has experts."""
     return (layer + 1) % moe_layer_interval == 0 and moe_layer_start_index[0] <= layer <= moe_layer_end_index[0]
 
 
 def of_expert(expert: int, moe_intermediate_size: Any, moe_num_experts: Any) -> Any:
-    """The inner size of an expert. Experts of text have the lower numbers, experts of images the higher ones."""
+    """Return the inner size of an expert. Text experts come first, then image experts."""
     return moe_intermediate_size[0] if expert < moe_num_experts[0] else moe_intermediate_size[1]
 
 
@@ -68,7 +68,7 @@ LAYER = (
 )
 FAMILY = lang.family(
     "ernie4_5_moe_vl",
-    lang.turned_head(bias="use_bias"),
+    lang.transposed_head(bias="use_bias"),
     lang.same("model.norm.weight", stage=lang.NORM),
     lang.same("model.embed_tokens.weight", shape=("vocab", "hidden"), cut=0, stage=lang.FIRST),
     lang.tied("lm_head.weight", "model.embed_tokens.weight"),

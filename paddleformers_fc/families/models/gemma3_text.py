@@ -1,4 +1,4 @@
-"""Gemma 3 (text): four norms per layer, norms over heads, and an embedding that tensor parallelism does not cut."""
+"""Gemma 3 (text): four norms per layer, per-head norms, and an embedding that tensor parallelism does not cut."""
 
 from paddleformers_fc.families import language as lang
 

@@ -1,4 +1,4 @@
-"""GLM 4.5 V: the text of GLM 4 MoE and a vision tower, which is whole on every rank."""
+"""GLM 4.5 V: the text model of GLM 4 MoE and a vision tower, which is replicated on every rank."""
 
 from paddleformers_fc.families import language as lang
 from paddleformers_fc.families.models.glm4_moe import EXPERTS

@@ -1,4 +1,4 @@
-"""GLM 5: the layers of Kimi K2 and a sparse indexer of the attention, which is whole on every rank."""
+"""GLM 5: the layers of Kimi K2 with a sparse attention indexer, which is replicated on every rank."""
 
 from paddleformers_fc.families import language as lang
 from paddleformers_fc.families.models.kimi_k2 import ATTENTION, FFN

@@ -1,7 +1,7 @@
-"""GLM-OCR: a text with four norms per layer and a vision tower. PaddleFormers' class has no tensor parallelism.
+"""GLM-OCR: a text model with four norms per layer and a vision tower. PaddleFormers' class has no tensor parallelism.
 
-The head is transposed and never tied, though the class has ``tie_word_embeddings`` always set. The prediction layer of
-files is not built.
+The head is transposed and never tied, although the class always sets ``tie_word_embeddings``. Files contain a
+prediction layer that the class does not build.
 """
 
 from paddleformers_fc.families import language as lang

@@ -1,4 +1,4 @@
-"""GPT-OSS: in both spaces the experts of a layer are stacked on a new axis, gate and up columns alternate."""
+"""GPT-OSS: in model and files, experts are stacked on a new axis, and columns of gate and up alternate."""
 
 from paddleformers_fc.families import language as lang
 

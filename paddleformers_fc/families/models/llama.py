@@ -1,4 +1,4 @@
-"""Llama: attention and feed-forward as in files, or fused where the configuration requests it."""
+"""Llama: attention and feed-forward as in files, or fused if the configuration says so."""
 
 from paddleformers_fc.families import language as lang
 
@@ -15,7 +15,7 @@ LAYER = (
     lang.when("fuse_attention_ffn", GATE_UP),
     lang.row("mlp.down_proj", inputs="ffn", bias="mlp_bias"),
 )
-# Other classes of this family have another name of the same layer.
+# Other classes of this family use another name for the same layer.
 OTHER = lang.alias(lang.gate_up("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj"))
 FAMILY = lang.family(
     "llama",

@@ -1,8 +1,8 @@
-"""MiniMax M2: experts in every layer under canonical names of their own, norms over all heads together.
+"""MiniMax M2: experts in every layer, with special canonical names, and norms over all heads together.
 
-Not declared: gated, latent, vha and dsv4 attention, and windows with heads of their own. No public model has them.
-Names of tensors or the length of the fused layer identify them, and they are refused. In models without a feed-forward
-beside the experts, ``intermediate_size`` is the size of an expert.
+Gated, latent, vha and dsv4 attention and windows with separate heads are not declared, because no public model has
+them. Tensor names or the length of the fused layer show them, and binding fails. In models that only have experts,
+``intermediate_size`` is the size of an expert.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from paddleformers_fc.families import language as lang
 
 
 def dense(layer: int, first_k_dense_replace: int, layers: int, use_dense_mtp: Any) -> bool:
-    """Layers without experts."""
+    """Return whether a layer has no experts."""
     return layer < first_k_dense_replace or (layer >= layers and bool(use_dense_mtp))
 
 

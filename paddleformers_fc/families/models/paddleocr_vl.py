@@ -1,6 +1,6 @@
-"""PaddleOCR VL: the text of ERNIE 4.5, not fused, and a vision tower, which is whole on every rank.
+"""PaddleOCR VL: the text model of ERNIE 4.5, not fused, and a vision tower, which is replicated on every rank.
 
-The head of published towers is not built. Files of Transformers lack the positions of packed images.
+The class does not build the head of published towers. Files of Transformers lack the positions of packed images.
 """
 
 from paddleformers_fc.families import language as lang

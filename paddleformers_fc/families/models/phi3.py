@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: fused in canonical files as for one rank; in the model [Q | K | V] and [gate | up] per rank."""
+"""Phi-3 and Phi-4: [Q | K | V] and [gate | up] are fused in canonical files, and per rank in the model."""
 
 from paddleformers_fc.families import language as lang
 

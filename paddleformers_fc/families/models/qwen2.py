@@ -1,4 +1,4 @@
-"""Qwen 2: fused qkv with a bias, fused [gate | up]; in PaddleNLP's class fused where the configuration requests it."""
+"""Qwen 2: fused qkv with a bias, fused [gate | up]; in PaddleNLP's class only fused if the configuration says so."""
 
 from paddleformers_fc.families import language as lang
 

@@ -1,4 +1,4 @@
-"""Qwen 2.5 VL: the text of Qwen 2 and a vision tower, which is whole on every rank."""
+"""Qwen 2.5 VL: the text model of Qwen 2 and a vision tower, which is replicated on every rank."""
 
 from paddleformers_fc.families import language as lang
 

@@ -1,4 +1,4 @@
-"""Qwen 2 MoE: routed experts and one shared expert with a gate, which PaddleFleet's class names in another way."""
+"""Qwen 2 MoE: routed experts and one shared expert with a gate, which has another name in PaddleFleet's class."""
 
 from paddleformers_fc.families import language as lang
 

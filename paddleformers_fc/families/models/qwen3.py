@@ -1,4 +1,4 @@
-"""Qwen 3: as Qwen 2, with norms over heads."""
+"""Qwen 3: Qwen 2 with per-head norms."""
 
 from paddleformers_fc.families import language as lang
 

@@ -1,7 +1,7 @@
-"""Qwen 3.5: gated delta nets or gated attention by layer, a vision tower, prediction layers; PaddleFleet's class alone.
+"""Qwen 3.5: gated delta nets or gated attention by layer, a vision tower, prediction layers; only PaddleFleet's class.
 
-In files every query head has its gate beside it; in the model the queries of a key precede their gates. The delta net
-of the model has query, key, value, gate, beta and alpha side by side for every rank.
+In files every query head is next to its gate; in the model the queries of a kv head precede their gates. The model's
+delta net has query, key, value, gate, beta and alpha side by side for every rank.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from paddleformers_fc.families.models.qwen3_vl import FLEET_BLOCK
 
 
 def is_linear(layer: int, layer_types: Any) -> bool:
-    """Layers with linear attention."""
+    """Return whether a layer has linear attention."""
     return bool(layer_types) and layer_types[layer] == "linear_attention"
 
 
@@ -38,7 +38,7 @@ IN_PROJ = lang.qkv(
     per_rank=True,
 )
 CONV = tuple(
-    structs.replace(one, geometry=Geometry.FUSED_QKV_PER_RANK, turned=False, parts=MIXED)
+    structs.replace(one, geometry=Geometry.FUSED_QKV_PER_RANK, transposed=False, parts=MIXED)
     for one in lang.same(
         "self_attn.conv1d.weight", file="linear_attn.conv1d.weight", shape=(MIXED, 1, "linear_conv_kernel_dim"), cut=0
     )
@@ -68,7 +68,7 @@ TINY = {**lang.TINY_DELTA, **KINDS, "attn_output_gate": True, "mtp_num_hidden_la
 
 
 def declared(name: str, ffn: lang.Group, predicted: lang.Group, tiny: Mapping[str, Any], **sizes: lang.Size) -> Family:
-    """Declare the family with these feed-forward layers, also of prediction layers."""
+    """Declare a family with these feed-forward layers, in layers and in prediction layers."""
     return lang.family(
         name,
         lang.ends(f"{SCOPE}.embed_tokens", f"{SCOPE}.norm", "lm_head"),

@@ -1,6 +1,6 @@
-"""Qwen 3.5 MoE: files stack the experts of a layer, as the model does, and not those of a prediction layer.
+"""Qwen 3.5 MoE: model and files stack the experts of layers, but not of prediction layers.
 
-A class with one tensor per expert is not declared: its own statements give tensors of three axes.
+A class with one tensor per expert is not declared, because its own AOA statements give tensors of three axes.
 """
 
 from paddleformers_fc.families import language as lang
@@ -9,8 +9,8 @@ from paddleformers_fc.families.models import qwen2_moe, qwen3_5
 SHARED = (lang.same("mlp.gate.weight", shape=("experts", "hidden"), dtype="float32"), *qwen2_moe.FLEET_SHARED)
 UP, DOWN = ("hidden", ("expert_ffn", "expert_ffn")), ("expert_ffn", "hidden")
 STACKS = (
-    lang.stack_of_files("mlp.grouped_gemm_experts.weight1", file="mlp.experts.gate_up_proj", shape=UP, turned=True),
-    lang.stack_of_files("mlp.grouped_gemm_experts.weight2", file="mlp.experts.down_proj", shape=DOWN, turned=True),
+    lang.stack_of_files("mlp.grouped_gemm_experts.weight1", file="mlp.experts.gate_up_proj", shape=UP, transposed=True),
+    lang.stack_of_files("mlp.grouped_gemm_experts.weight2", file="mlp.experts.down_proj", shape=DOWN, transposed=True),
 )
 EXPERT = lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "expert_ffn")
 SINGLE = lang.uncut(lang.layer("mlp.experts.{expert}", EXPERT))

@@ -1,4 +1,4 @@
-"""Qwen 3 MoE: routed experts in all layers but ``mlp_only_layers``."""
+"""Qwen 3 MoE: routed experts in all layers except ``mlp_only_layers``."""
 
 from paddleformers_fc.families import language as lang
 

@@ -1,6 +1,6 @@
-"""Qwen 3 Next: gated delta nets and gated attention by layer, experts as of Qwen 2 MoE.
+"""Qwen 3 Next: gated delta nets or gated attention by layer, and the experts of Qwen 2 MoE.
 
-Every query has its gate beside it. Prediction layers of files are not built.
+Every query is next to its gate. The class does not build the prediction layers of files.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from paddleformers_fc.families.models.qwen2_moe import SPARSE
 
 
 def is_linear(layer: int, layer_types: Any, full_attention_interval: int) -> bool:
-    """Layers with linear attention, by a list of all layers, or all but every n-th one."""
+    """Return whether a layer has linear attention: by a list of all layers, or all layers except every n-th."""
     return layer_types[layer] == "linear_attention" if layer_types else (layer + 1) % full_attention_interval != 0
 
 

@@ -1,7 +1,7 @@
-"""Qwen 3 VL: the text of Qwen 3 and a vision tower with several mergers.
+"""Qwen 3 VL: the text model of Qwen 3 and a vision tower with several mergers.
 
-One merger is behind the tower, others are behind the layers of ``deepstack_visual_indexes``. In PaddleFleet's class
-query, key and value of the tower lie per head, and in files side by side.
+One merger follows the tower, the others follow the layers in ``deepstack_visual_indexes``. Query, key and value of the
+tower are fused per head in PaddleFleet's class, and side by side in files.
 """
 
 from paddleformers_fc.families import language as lang

@@ -1,6 +1,6 @@
-"""Qwen 3 VL MoE: files stack the experts of a layer, as PaddleFormers' class and the fused experts of PaddleFleet do.
+"""Qwen 3 VL MoE: files stack the experts of a layer, like PaddleFormers' class and PaddleFleet's fused experts.
 
-PaddleFleet's class with one tensor per expert is not declared: its own statements give tensors of three axes.
+PaddleFleet's class with one tensor per expert is not declared, because its AOA statements give tensors of three axes.
 """
 
 from paddleformers_fc.families import language as lang
