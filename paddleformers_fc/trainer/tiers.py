@@ -119,7 +119,7 @@ def local_tier_of(output_dir: Path) -> Path | None:
 
 
 def known_tier(args: Any, rank: int) -> Known:
-    """Return what this rank knows of its local tier."""
+    """Read the records of this rank's tiers."""
     local, output_dir = local_dir(args), Path(args.output_dir)
     if local is None:
         return Known()

@@ -1,12 +1,11 @@
-"""The check of upstream: what this package replaces or reads in Paddle and in the library with the Trainer.
+"""Check that the installed Paddle and PaddleFormers have everything that this package replaces or reads.
 
-PaddleFormers has no interface for checkpoint plugins. This package therefore replaces methods and reads attributes that
-upstream may rename in any release. A renamed hook must not turn into a run that saves in another format or resumes with
-wrong numbers. So each hook is one row of :mod:`.hooks`, and :func:`require` compares the rows with the installed
-packages before anything is replaced.
+PaddleFormers has no interface for checkpoint plugins, so this package replaces methods and reads attributes that any
+release may rename. A renamed hook must not lead to a run that saves in another format or resumes with wrong numbers.
+So each hook is one row of :mod:`.hooks`, and :func:`require` checks the rows before anything is replaced.
 
-A row is checked on the imported objects, not on source text: attributes by lookup, parameters by signature, and names
-that exist only on instances by the bytecode of the functions that set or read them.
+Rows are checked on the imported objects: attributes by lookup, parameters by signature, and names that exist only on
+instances by the bytecode of the functions that set or read them.
 
 Importing this package imports neither Paddle nor PaddleFormers; the checks do. Time: 20 ms once both are imported.
 """
@@ -31,24 +30,24 @@ from paddleformers_fc.upstream.hooks import CPU_RUNTIMES, LIBRARIES, PADDLEFORME
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a package can be imported. It is not imported."""
+    """Return whether a package can be imported, without importing it."""
     return find_spec(name) is not None
 
 
 def _has_trainer(name: str) -> bool:
-    """Return whether a package is installed with a Trainer; older versions of PaddleFleet are layers alone."""
+    """Return whether a package is installed and has a Trainer; older versions of PaddleFleet only have layers."""
     spec = find_spec(name)
     return spec is not None and any(Path(root, "trainer").is_dir() for root in spec.submodule_search_locations or ())
 
 
 LIBRARY = next(filter(_has_trainer, LIBRARIES), PADDLEFORMERS)
-"""The library whose Trainer this process uses. PaddleFormers and PaddleNLP need different dependencies."""
+"""The library whose Trainer this process uses. PaddleFormers and PaddleNLP cannot be installed together."""
 
 FORMERS = PADDLEFORMERS if LIBRARY == PADDLENLP else LIBRARY
-"""PaddleFormers, or PaddleFleet where that has the Trainer: the libraries with a command line."""
+"""The library with the command line: PaddleFormers, or PaddleFleet if that has the Trainer."""
 
 VERSIONS = {"paddle": "3.3.1", **{name: one.version for name, one in LIBRARIES.items() if one.version}}
-"""The known versions, by the module that has them as ``__version__``. Builds for accelerators have the same."""
+"""The tested versions by module, as in its ``__version__``; builds for accelerators have the same."""
 
 INSTALL = (
     f"Run {install_command('cpu')}; for NVIDIA devices first install Paddle as its installation page says, then run "
@@ -59,15 +58,15 @@ _ABSENT = " is not installed"
 
 
 def require(hooks: Iterable[Hook]) -> None:
-    """Refuse an installed Paddle or PaddleFormers in which a hook is missing or different.
+    """Check that no hook is missing or different in the installed Paddle and PaddleFormers.
 
-    A version alone is not refused here: see :func:`require_versions`.
+    An untested version alone is not an error here; see :func:`require_versions`.
 
     Args:
         hooks: rows of the tables.
 
     Raises:
-        EnvironmentMismatch: with every difference, that of versions included.
+        EnvironmentMismatch: with every difference, and untested versions.
     """
     found = differences(hooks)
     if found:
@@ -75,16 +74,16 @@ def require(hooks: Iterable[Hook]) -> None:
 
 
 def require_versions(unknown: str) -> list[str]:
-    """Refuse versions of Paddle and PaddleFormers that this package is not tested with.
+    """Check that this package is tested with the installed versions of Paddle and PaddleFormers.
 
     Args:
-        unknown: the reaction to them: ``refuse`` or ``warn``.
+        unknown: what to do if not: ``refuse`` or ``warn``.
 
     Returns:
-        one line per unknown version where they are not refused.
+        one line per untested version, for a warning.
 
     Raises:
-        EnvironmentMismatch: a version is unknown and ``unknown`` is not ``warn``.
+        EnvironmentMismatch: a version is untested, and ``unknown`` is not ``warn``.
     """
     found = unknown_versions()
     if found and unknown != "warn":
@@ -100,16 +99,16 @@ def differences(hooks: Iterable[Hook]) -> list[str]:
 
 
 def cpu_runtime_hooks() -> tuple[Hook, ...]:
-    """Return the hooks of the CPU runtime that apply here: none on an accelerator, and none of an absent package."""
+    """Return the hooks that the CPU runtime needs here: none on an accelerator, and none of missing packages."""
     if import_module("paddle").device.get_device() != "cpu":
         return ()
     return tuple(hook for hook in CPU_RUNTIMES[LIBRARY] if is_installed(hook.package))
 
 
 def unknown_versions() -> list[str]:
-    """Return a line for each of Paddle and the library whose module or distribution has another than the known version.
+    """Return a line for Paddle and one for the library, if the version of its module or distribution is not tested.
 
-    No version of a library is known that was compared with its public source alone.
+    Libraries whose hooks were only compared with their public source have no tested version.
     """
     lines = []
     for name in filter(is_installed, ("paddle", LIBRARY)):
@@ -168,20 +167,20 @@ def _differences(hook: Hook) -> Iterator[str]:
 
 
 def uses(function: Any, name: str) -> bool:
-    """Return whether the code of a Python function of upstream, below wrappers, has a name or text."""
-    written = _function(function)
-    return written is not None and name in _used(written.__code__)
+    """Return whether the code of an upstream Python function, inside any wrappers, contains a name or text."""
+    unwrapped = _function(function)
+    return unwrapped is not None and name in _used(unwrapped.__code__)
 
 
 def _function(found: Any) -> FunctionType | None:
-    """Return the Python function that upstream wrote, below wrappers; None for everything else."""
+    """Return the upstream Python function inside any wrappers; None if it is not a Python function."""
     found = found.fget if isinstance(found, property) else found
     found = inspect.unwrap(getattr(found, "__func__", found))
     return found if isinstance(found, FunctionType) else None
 
 
 def _has(found: Any, name: str) -> bool:
-    """Return whether a class or module has a field, or an attribute that not every object has."""
+    """Return whether a class or module has a dataclass field, or an attribute that is not inherited from ``object``."""
     if name in getattr(found, "__dataclass_fields__", ()):
         return True
     return hasattr(found, name) and not (hasattr(object, name) and getattr(found, name) is getattr(object, name))
@@ -191,8 +190,7 @@ def _has(found: Any, name: str) -> bool:
 def _signature(found: Any) -> str:
     """Return the parameters of a callable without annotations; a default that is a function is ``...``.
 
-    They are read once per callable, because a process checks the tables several times; a replaced hook is another
-    callable.
+    Cached, because a process checks the tables several times. A replaced hook is another callable.
     """
     try:
         signature = inspect.signature(found)
@@ -207,7 +205,7 @@ def _signature(found: Any) -> str:
 
 @functools.cache
 def _used(code: CodeType) -> frozenset[str]:
-    """Return every name and text in a function's bytecode, also in the functions within it."""
+    """Return every name and text in a function's bytecode, including nested functions."""
     inner = (_used(one) for one in code.co_consts if isinstance(one, CodeType))
     texts = (one for one in code.co_consts if isinstance(one, str))
     return frozenset().union(code.co_names, texts, *inner)

@@ -1,19 +1,14 @@
 """The tables of upstream hooks: what this package replaces or reads in Paddle and in the library with the Trainer.
 
-Each line of a table is one hook::
+Each line is one hook, ``module:object(parameters): names``. Parameters, if the line has them, are compared without
+annotations; a default that is a function is written ``...``. Names are attributes and fields that a class or module
+must have, or names and texts that the code of a function must use; ``a|b`` means one of both, for versions that differ.
+A line that ends with a colon or a dot is the prefix of the indented lines below it, and deeper lines continue a line.
 
-    module:object(parameters): names
-
-The parameters, without annotations, are compared if the line has them; a default that is a function is ``...``. The
-names are attributes and fields that a class or a module must have, or names and texts that the code of a function must
-use. A line that ends with a colon or a dot begins the indented lines below it, and deeper lines continue a line.
-
-Names that are joined by ``|`` are alternatives, of which one must be there: versions of a library name it differently.
-
-The tables are one template, which is filled for each library: ``{library}`` is the package of its Trainer, ``{key}``
-its key for weights in Hugging Face format, and ``{own_key}`` the attribute of a configuration for the same.
-PaddleFleet's Trainer is PaddleFormers' after it has moved. No public index has it, so its rows were compared with its
-public source (docs/compatibility.md), and a run on it needs ``flex_unknown_versions: warn``.
+The tables are templates: ``{library}`` is the package of the Trainer, ``{key}`` its key for weights in Hugging Face
+format, and ``{own_key}`` the configuration's attribute for the same. PaddleFleet's Trainer is PaddleFormers' after a
+move. No public index has it, so its rows were compared with its public source (docs/compatibility.md), and a run on it
+needs ``flex_unknown_versions: warn``.
 """
 
 from __future__ import annotations
@@ -25,11 +20,11 @@ PADDLEFORMERS, PADDLEFLEET, PADDLENLP = "paddleformers", "paddlefleet", "paddlen
 
 
 class Hook(NamedTuple):
-    """One place of upstream that this package depends on.
+    """One upstream object that this package depends on.
 
     Args:
         place: module and object, such as ``paddleformers.trainer.trainer:Trainer.train``, or a module alone.
-        signature: its parameters without annotations; empty where they are not compared.
+        signature: its parameters without annotations; empty if they are not compared.
         names: for a class or a module, the attributes and fields that it must have; for a function, the names and texts
             that its code must use.
     """
@@ -40,7 +35,7 @@ class Hook(NamedTuple):
 
     @property
     def package(self) -> str:
-        """The package that has the place."""
+        """The package of the place."""
         return self.place.partition(":")[0].partition(".")[0]
 
 
@@ -67,7 +62,7 @@ _TRAINER = """
     evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix='eval')
     _sorted_checkpoints(self, output_dir=None, checkpoint_prefix='checkpoint', use_mtime=False)
     _rotate_checkpoints(self, use_mtime=False, output_dir=None)
-    # How the training loop reaches the replaced methods and the callbacks.
+    # How the training loop calls the replaced methods and the callbacks.
     _maybe_log_save_evaluate: should_save _save_checkpoint on_save
     training_pipeline_step: _pp_data_buffer
     add_callback(self, callback)
@@ -181,7 +176,7 @@ paddle.distributed: is_initialized get_rank get_world_size
 paddle.distributed:
     all_gather(tensor_list, tensor, group=None, sync_op=True)
     alltoall_single(out_tensor, in_tensor, in_split_sizes=None, out_split_sizes=None, group=None, sync_op=True)
-# The store, also that through which gloo groups of background threads find each other.
+# The job's store, and the one for the gloo groups of background threads.
 paddle.base.core:TCPStore: add get set
 paddle.distributed.collective: _default_store
 paddle.distributed.fleet: get_hybrid_communicate_group
@@ -217,7 +212,7 @@ _FORMERS = """
     # Compared with flex_checkpoint. A renamed option would no longer be refused.
     TrainingArguments: save_checkpoint_format load_checkpoint_format enable_zero_cost_checkpoint
         flash_device_save_steps online_merge_ema
-    # Their values are moved to the keys of this package, or read. A renamed option would have no effect.
+    # Moved to the keys of this package, or read. A renamed option would have no effect.
     TrainingArguments: zcc_save_ema_coef zcc_ema_interval zcc_ema_loss_threshold sharded_model_from_ema load_from_hf
         tensorwise_offload_optimizer using_sonic_moe replicate_saved_into_local save_on_each_node flex_ckpt_comm_method
         load_via_cpu ordered_save_group_size {key} optim_shard_num save_hf_memory_growth_threshold
@@ -392,11 +387,11 @@ class Library(NamedTuple):
     """A library with a Trainer.
 
     Args:
-        name: in messages.
-        version: the one that this package is tested with; empty if none is.
-        keys: the names that versions have for the key of weights in Hugging Face format.
-        trainer: the rows of the Trainer and its models, beside the common ones.
-        cpu_runtime: the rows of the CPU runtime, beside Paddle's.
+        name: its name in messages.
+        version: the tested version; empty if there is none.
+        keys: the names of the key for weights in Hugging Face format, over all versions.
+        trainer: the rows of the Trainer and its models, in addition to the common ones.
+        cpu_runtime: the rows of the CPU runtime, in addition to Paddle's.
     """
 
     name: str
@@ -412,7 +407,7 @@ LIBRARIES = {
     PADDLEFLEET: Library("PaddleFleet", "", (_NEW_KEY,), _FORMERS + _SWITCHING, _CPU_RUNTIME_FORMERS),
     PADDLENLP: Library("PaddleNLP", "3.0.0b4", (), _NLP, _CPU_RUNTIME_NLP),
 }
-"""The libraries by package. Of those that are installed, the first is used."""
+"""The libraries by package. The first installed one is used."""
 
 
 def _hooks(table: str, library: str) -> Iterator[Hook]:
@@ -433,20 +428,20 @@ def _hooks(table: str, library: str) -> Iterator[Hook]:
 
 
 TRAINERS = {name: tuple(_hooks(_TRAINER + _CALLBACKS + one.trainer, name)) for name, one in LIBRARIES.items()}
-"""The dependencies of a Trainer with ``flex_checkpoint: true``, by library."""
+"""The hooks of a Trainer with ``flex_checkpoint: true``, by library."""
 
 LOOP = tuple(hook for hook in TRAINERS[PADDLEFORMERS] if hook.package == "paddle")
-"""The dependencies of ``save`` and ``load`` without a Trainer."""
+"""The hooks of ``save`` and ``load`` without a Trainer."""
 
 _MODEL_PACKAGES = ("generation", "peft", "quantization", "transformers", "utils")
 MODELS = {
     name: tuple(hook for hook in hooks if hook.place.startswith(tuple(f"{name}.{one}." for one in _MODEL_PACKAGES)))
     for name, hooks in TRAINERS.items()
 }
-"""The additional dependencies of models of a library."""
+"""The additional hooks of a library's models."""
 
 COMMAND_LINES = {name: tuple(_hooks(_COMMAND_LINE, name)) for name in (PADDLEFORMERS, PADDLEFLEET)}
-"""The additional dependencies of a library's command line."""
+"""The additional hooks of a library's command line."""
 
 CPU_RUNTIMES = {name: tuple(_hooks(_CPU_RUNTIME + one.cpu_runtime, name)) for name, one in LIBRARIES.items()}
-"""The dependencies of the CPU runtime's patches to Paddle and the library; unused on an accelerator."""
+"""The hooks of the CPU runtime's patches to Paddle and the library; unused on an accelerator."""
