@@ -1,7 +1,7 @@
-"""Comparison of recorded block checksums, of whole files or of the blocks that are about to be read.
+"""Compare recorded block checksums, of complete files or of the blocks that are about to be read.
 
 A :class:`FileChecksum` has one checksum per block of 4 MiB, so a range of a file is verified by reading the blocks that
-it touches, in any order and on any number of threads.
+contain it, in any order and on any number of threads.
 
 Time: one read and one xxh3 pass over the requested blocks. Memory: the image of a window per thread, and the numbers of
 the blocks.
@@ -23,7 +23,7 @@ from paddleformers_fc.storage.progress import expect
 from paddleformers_fc.text import count_text
 
 _READ_BYTES = 1024 * 1024
-# A block: every read is a request.
+# One block at a time, because every read is a request.
 _REMOTE_READ_BYTES = 4 * 1024 * 1024
 _SHOWN = 4
 COMPARED_AT_ONCE = 4
@@ -34,9 +34,9 @@ class BlockComparison(msgspec.Struct):
     """The result of a comparison.
 
     Args:
-        bytes: how many were read and hashed.
-        faults: one line per file whose blocks are not those that were written, or that ends too early.
-        refusals: by file, why the system or the store did not let it be read; that is no damage.
+        bytes: number of bytes that were read and hashed.
+        faults: one line per file whose blocks differ from what was written, or that ends too early.
+        refusals: by file, why the system or the store did not allow to read it. This does not count as damage.
     """
 
     bytes: int = 0
@@ -51,12 +51,12 @@ class BlockComparison(msgspec.Struct):
 
     @property
     def evidence(self) -> list[str]:
-        """One line per file that is damaged, and then per file that nothing is known of."""
+        """One line per damaged file, then one line per file that could not be read."""
         return [*self.faults, *(_unread_line(path, error.what) for path, error in sorted(self.refusals.items()))]
 
     @property
     def refusal(self) -> StorageError | None:
-        """The first refusal, with a line for every other file that was refused."""
+        """The first refusal, with a line for every other file that could not be read."""
         if not self.refusals:
             return None
         (_, first), *others = sorted(self.refusals.items())
@@ -68,7 +68,7 @@ class BlockComparison(msgspec.Struct):
         )
 
     def raise_if_found(self, fault: str, directory: AnyPath, next_step: str) -> None:
-        """Raise what was found, if anything was.
+        """Raise an error if a file is damaged or could not be read.
 
         Args:
             fault: the beginning of the error.
@@ -76,8 +76,8 @@ class BlockComparison(msgspec.Struct):
             next_step: advice for damaged files.
 
         Raises:
-            Corrupt: with every fault as evidence.
-            StorageError: a file cannot be read, and nothing else is wrong.
+            Corrupt: files are damaged; lists every fault.
+            StorageError: files cannot be read, and nothing else is wrong.
         """
         if self.faults:
             counted = count_text(len(self.evidence), "fault")
@@ -91,12 +91,12 @@ class BlockComparison(msgspec.Struct):
 def compare_files(
     directory: AnyPath, checksums: Collection[FileChecksum], level: str = "full", optional: Collection[str] = ()
 ) -> BlockComparison:
-    """Compare the sizes of files, and the bytes of those whose size is right, and return the differences.
+    """Compare the sizes of files, and the bytes of files with the right size, and return the differences.
 
     Args:
         directory: the directory that the checksums' paths are relative to.
-        checksums: of the files.
-        level: under ``size`` only the bytes of documents are compared.
+        checksums: the recorded checksums of the files.
+        level: under ``size`` only the bytes of metadata files are compared.
         optional: paths of files that may be missing.
     """
     seen = map_paths(lambda one: stat_path(directory / one.path), checksums, directory)
@@ -114,7 +114,7 @@ def compare_files(
 
 def compare_blocks(
     directory: AnyPath,
-    wanted: Iterable[tuple[FileChecksum, Iterable[int]]],
+    requests: Iterable[tuple[FileChecksum, Iterable[int]]],
     identities: Identities = NO_IDENTITIES,
     threads: int = COMPARED_AT_ONCE,
 ) -> BlockComparison:
@@ -122,11 +122,11 @@ def compare_blocks(
 
     Args:
         directory: the directory that the checksums' paths are relative to.
-        wanted: checksums, and the numbers of the blocks of each.
-        identities: the identities of the files opened before; another file under a path is a fault.
-        threads: how many threads read and hash.
+        requests: the checksums of each file, and the numbers of the blocks to compare.
+        identities: the identities of files that were opened before; a replaced file is a fault.
+        threads: number of threads that read and hash.
     """
-    blocks = {directory / one.path: OwnedBlocks(one, frozenset(numbers)) for one, numbers in wanted}
+    blocks = {directory / one.path: OwnedBlocks(one, frozenset(numbers)) for one, numbers in requests}
     expect(sum(one.length(number) for one in blocks.values() for number in one.numbers))
     with ReadPool(ReadOptions(threads=max(1, threads)), identities) as pool:
         pool.hash_rest(blocks, is_counted=True, keep_errors=True)
@@ -134,7 +134,7 @@ def compare_blocks(
 
 
 def comparison_of(blocks: Blocks) -> BlockComparison:
-    """Return what the comparison of blocks has found by now."""
+    """Return the results of the comparison so far."""
     found = BlockComparison()
     unreadable: list[str] = []
     for one in blocks.values():
@@ -150,11 +150,11 @@ def comparison_of(blocks: Blocks) -> BlockComparison:
 
 
 def compare_documents(directory: AnyPath, records: Iterable[FileRecord]) -> BlockComparison:
-    """Compare whole files with their digests and return the differences.
+    """Compare complete files with their digests and return the differences.
 
     Args:
         directory: the directory that the records' paths are relative to.
-        records: of the files.
+        records: the recorded sizes and digests of the files.
     """
     found = BlockComparison()
 
@@ -174,10 +174,10 @@ def compare_documents(directory: AnyPath, records: Iterable[FileRecord]) -> Bloc
 
 
 def digest_of(path: AnyPath) -> str:
-    """Return the digest of a file, as :class:`FileChecksum` has it.
+    """Compute the digest of a file, as in :class:`FileChecksum`.
 
     Raises:
-        Corrupt, StorageError: it is gone or cannot be read.
+        Corrupt, StorageError: the file is missing or cannot be read.
     """
     hasher, step = BlockHasher(), _REMOTE_READ_BYTES if isinstance(path, RemotePath) else _READ_BYTES
     with open_regular(path) as file:
@@ -194,7 +194,7 @@ def _unread_line(path: str, what: str) -> str:
 
 
 def differing_line(checksum: FileChecksum, blocks: Sequence[int]) -> str:
-    """Return the line of a report for a file in which these blocks do not have the recorded checksum."""
+    """Return the line of a report for a file whose blocks do not match their recorded checksums."""
     shown = [f"block {number} (from byte {number * checksum.block_bytes})" for number in blocks[:_SHOWN]]
     more = [f"{len(blocks) - _SHOWN} more"] if len(blocks) > _SHOWN else []
     return (

@@ -1,15 +1,13 @@
-"""Checksums computed while bytes are written.
+"""Compute checksums while bytes are written.
 
-A :class:`BlockHasher` gets every byte that a writer writes, once, and hashes it by block with xxh3_64. The digest of a
-file is xxh3_128 of the list of its block checksums: it depends on every byte, and many threads can hash blocks in any
-order. Block checksums locate a flipped bit. xxh3 detects accidents, not forgery, because a forger can rewrite the
-manifest too.
+A :class:`BlockHasher` hashes every byte that a writer writes, block by block, with xxh3_64. The digest of a file is
+xxh3_128 of the list of its block checksums: it depends on every byte, and many threads can hash blocks in any order.
+Block checksums locate a flipped bit. xxh3 detects accidents, not forgery, because a forger can rewrite the manifest as
+well. The checksums describe what was written, not what a later read found; every rank sends them to the coordinator,
+which writes them into the manifest.
 
 Time: one xxh3 pass over data that is still in the processor's cache, several GiB/s with the interpreter lock released.
 Memory: a hash state per block.
-
-The checksums of a finished file state what *should* be on disk, not what a later read found. Every rank sends them to
-the coordinator, which puts them into the manifest.
 """
 
 from __future__ import annotations
@@ -72,27 +70,27 @@ class FileChecksum(FileRecord, frozen=True, forbid_unknown_fields=True, gc=False
 
 
 def records_of(checksums: Iterable[FileChecksum]) -> list[FileRecord]:
-    """Return the entries of files in a manifest, in its order."""
+    """Return the manifest's records of files, sorted by path."""
     return [FileRecord(one.path, one.size, one.digest) for one in sorted(checksums, key=lambda one: one.path)]
 
 
 INDEX_NAME = "flex_index.safetensors"
-"""The name of a checkpoint's index, which contains no tensors."""
+"""Name of a checkpoint's index, which contains no tensors."""
 
 
 def is_document(path: str) -> bool:
-    """Return whether a file of a checkpoint or export holds no tensors, so that it is small and read whole."""
+    """Return whether a file of a checkpoint or export is a metadata file: small, and without tensors."""
     return not path.endswith(".safetensors") or path == INDEX_NAME
 
 
 def record_faults(record: FileRecord) -> Iterator[str]:
-    """Yield the faults of a record that was read from a disk."""
+    """Yield the faults of a record that was read from storage."""
     if not _is_plain(record.path):
         yield "is not a plain relative path"
     if record.size < 0:
         yield f"has the size {record.size}"
     if not is_hex(record.digest, 32):
-        yield "has a checksum that is not of the right form"
+        yield "has a malformed checksum"
 
 
 def _is_plain(path: str) -> bool:
@@ -108,7 +106,7 @@ MISSING = "is missing"
 
 
 def size_fault(status: os.stat_result | RemoteStatus | None, size: int) -> str:
-    """Return how the status of a file contradicts its recorded size; empty if it does not."""
+    """Return how the status of a file contradicts its recorded size; empty if they match."""
     if status is None:
         return MISSING
     if isinstance(status, RemoteStatus):
@@ -125,18 +123,18 @@ def size_fault(status: os.stat_result | RemoteStatus | None, size: int) -> str:
 
 
 def checksum_of(path: str, data: bytes) -> FileChecksum:
-    """Return the checksum of a file by its content."""
+    """Return the checksum of a file with this content."""
     hasher = BlockHasher()
     hasher.update(data)
     return hasher.file_checksum(path)
 
 
 digest_of_blocks = xxhash.xxh3_128_hexdigest
-"""Returns the digest of a file by the checksums of its blocks."""
+"""Returns the digest of a file from the checksums of its blocks."""
 
 
 class _Block:
-    """A block that is being hashed: its state, the bytes hashed so far, and copies of bytes that came before these."""
+    """A block that is being hashed: its state, the number of bytes hashed, and copies of bytes that came too early."""
 
     def __init__(self) -> None:
         self.state = xxhash.xxh3_64()
@@ -145,9 +143,9 @@ class _Block:
 
 
 class BlockHasher:
-    """Hashes the blocks of a file, whose bytes may come in any order and from several threads.
+    """Hashes the blocks of a file whose bytes may come in any order and from several threads.
 
-    Bytes that come before their predecessors in the same block are copied until these are hashed.
+    Bytes that come before their predecessors in the same block are copied until the predecessors are hashed.
 
     Args:
         block_bytes: length of a block in bytes; block ``i`` starts at offset ``i * block_bytes``.
@@ -158,7 +156,7 @@ class BlockHasher:
 
     def __init__(self, block_bytes: int = DEFAULT_BLOCK_BYTES) -> None:
         if block_bytes < 1:
-            raise OptionError(f"A checksum block of {block_bytes} bytes is not possible; at least 1 byte is needed.")
+            raise OptionError(f"Invalid checksum block size {block_bytes}; a block has at least 1 byte.")
         self._block_bytes = block_bytes
         self._size = 0
         self._blocks: dict[int, _Block] = {}
@@ -169,7 +167,7 @@ class BlockHasher:
 
         Args:
             data: the bytes.
-            begin: their offset in the file; None if all bytes before them have come.
+            begin: their offset in the file; None if they follow the bytes hashed so far.
         """
         view = memoryview(data)
         left = view.cast("B") if view.nbytes else view
@@ -181,7 +179,7 @@ class BlockHasher:
             left, at = left[part.nbytes :], at + part.nbytes
 
     def file_checksum(self, path: str) -> FileChecksum:
-        """Return the checksum of the bytes so far as that of a file ``path``; the stream may continue afterwards."""
+        """Return the checksum of the bytes so far, as a file named ``path``; more bytes may follow afterwards."""
         blocks = b"".join(self._blocks[number].state.digest() for number in range(len(self._blocks)))
         return FileChecksum(path, self._size, digest_of_blocks(blocks), self._block_bytes, blocks)
 
@@ -192,7 +190,7 @@ class BlockHasher:
             if offset != block.length:
                 block.early[offset] = bytes(part)
                 return
-        # No other thread has the bytes at this offset, so none changes the state meanwhile.
+        # No other thread has the bytes at this offset, so no other thread changes the state meanwhile.
         while part:
             block.state.update(part)
             with self._lock:

@@ -1,32 +1,14 @@
-"""Stage, commit, replace and remove a checkpoint or an export.
+"""Stage, commit, replace and remove a checkpoint or an export atomically.
 
-A directory appears under its name as a whole or not at all. It is written into a hidden sibling directory (*staging*),
-whose process holds its lock. Once all files, all directories and the manifest are on the device, one rename gives it
-its name.
+A directory is written under a hidden name next to its target (*staging*) and, once everything is on the device, renamed
+to the target. To replace a finished checkpoint of the same step, the old directory is first renamed to a backup, which
+is deleted at the end. After a crash in between, :func:`recover` renames the backup back, so a complete checkpoint of
+the step exists at every instant. Files of other programs under the target's name are moved to a visible ``kept-...``
+name and never deleted. If two jobs save the same step at once, the second commit fails.
 
-Saving a step again (after a resume) replaces a finished checkpoint, which is never written into: the old directory is
-renamed aside, the new one gets the name, and the old one is deleted. A crash between the two renames leaves the old
-checkpoint aside; :func:`recover` gives it its name back. A complete checkpoint of the step exists at every instant.
-
-Files of other programs under the target's name (another checkpoint format, notes) are moved to a visible ``kept-...``
-name and never deleted.
-
-Two jobs may save the same step at once. What is moved aside must be what had the name when staging was created, and a
-rename never replaces files, so that the second commit fails.
-
-One process per save and disk calls these functions; the other ranks only write files into the directory. It holds the
-lock of its staging directory, and the system releases the lock when the process ends. A process that gets the lock may
-delete the directory. The lock is ``flock``, which holds between the clients of NFS, CephFS and GPFS, and of Lustre
-unless it is mounted with ``localflock``.
-
-:func:`leftovers` lists the hidden directories of crashed and running saves. :func:`recover` handles those that no
-process needs. A user can delete others, such as the files of other programs (``kept-...``) and, on a file system
-without locks, staging directories of other runs.
-
-An export into a directory that exists, which may hold files of other programs and be mounted, keeps the directory. The
-export is staged inside of it, and its files are renamed one by one. The mark by which readers recognise an export is
-deleted first and renamed last, so that after a crash in between the directory is not an export. Its checksums are there
-throughout, so that readers of numbered files, which need no mark, do not mistake parts of two exports for one.
+One process per save and disk calls these functions; other ranks only write files. It holds the lock of its staging
+directory; whoever gets the lock may delete the directory. The lock is ``flock``, which works between clients of NFS,
+CephFS and GPFS, and of Lustre unless it is mounted with ``localflock``.
 """
 
 from __future__ import annotations
@@ -64,7 +46,7 @@ _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOL
 
 
 class LockState(enum.Enum):
-    """The answer to a request for a lock."""
+    """The result of a request for a lock."""
 
     OURS = "ours"
     BUSY = "busy"
@@ -73,22 +55,23 @@ class LockState(enum.Enum):
 
 
 @contextlib.contextmanager
-def locked(staging: Path, *, probe: bool = False) -> Iterator[LockState]:
+def locked(staging: Path, *, check_only: bool = False) -> Iterator[LockState]:
     """Context manager that holds the lock of a staging directory if it is free.
 
     Args:
         staging: the directory.
-        probe: only look, which needs no right to write.
+        check_only: only check whether the lock is free, which needs no write permission.
 
     Yields:
-        OURS: no other process has the lock. BUSY: another one has it. ABSENT: there is no such directory, or of a probe
-        no lock in it. UNSUPPORTED: the file system has no locks.
+        OURS: no other process has the lock. BUSY: another process has it. ABSENT: there is no such directory, or, for a
+        check, no lock in it. UNSUPPORTED: the file system has no locks.
 
     Raises:
         StorageError: the operating system refused to open the lock.
     """
     path = staging / LOCK_NAME
-    flags, kind = (os.O_RDONLY | os.O_NONBLOCK, fcntl.LOCK_SH) if probe else (os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+    read, write = os.O_RDONLY | os.O_NONBLOCK, os.O_RDWR | os.O_CREAT
+    flags, kind = (read, fcntl.LOCK_SH) if check_only else (write, fcntl.LOCK_EX)
     descriptor = -1
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -102,7 +85,7 @@ def locked(staging: Path, *, probe: bool = False) -> Iterator[LockState]:
         yield _lock(path, descriptor, kind)
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # A forked process may have the descriptor too.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # Closing is not enough if a forked process has the descriptor.
         os.close(descriptor)
 
 
@@ -115,7 +98,7 @@ def _lock(path: Path, descriptor: int, kind: int) -> LockState:
         if error.errno in _NO_LOCKS:
             return LockState.UNSUPPORTED
         raise files.refused("lock", path, error) from error
-    # A process that had the lock before may have removed the directory.
+    # The previous holder of the lock may have removed the directory.
     return LockState.OURS if os.path.exists(path) else LockState.ABSENT
 
 
@@ -124,8 +107,8 @@ class Staging(msgspec.Struct, frozen=True):
 
     Attributes:
         path: the directory.
-        target: the name that it is going to have.
-        replaces: the identity of what had that name when staging was created; None for nothing.
+        target: its final path.
+        replaces: the identity of what had that path when staging was created; None if nothing had.
     """
 
     path: Path
@@ -135,14 +118,14 @@ class Staging(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def staging_directory(target: Path, run: str = "") -> Iterator[Staging]:
-    """Context manager around the writing of a directory: staged beside ``target``, locked, and deleted at the end.
+    """Context manager for a locked staging directory next to ``target``, which is deleted unless it was committed.
 
-    :func:`commit` takes it away before. A rank that still writes into a deleted directory gets a :class:`StorageError`,
-    and nothing that it writes comes back to life.
+    :func:`commit` renames it before that. A rank that still writes into a deleted directory gets a
+    :class:`StorageError`, and cannot create the directory again.
 
     Args:
         target: ``checkpoint-N``; it may exist, and its parent need not.
-        run: the id of the run, whose later processes may delete the directory where the file system has no locks.
+        run: the id of the run. On a file system without locks, later processes of the run may delete the directory.
 
     Raises:
         StorageError: the operating system refused.
@@ -156,26 +139,26 @@ def staging_directory(target: Path, run: str = "") -> Iterator[Staging]:
             stack.callback(_try_remove, path)
             if stack.enter_context(locked(path)) in (LockState.OURS, LockState.UNSUPPORTED):
                 break
-            stack.close()  # A process that cleans up was faster.
+            stack.close()  # Another process has already deleted it as stale.
         else:
-            raise _taken(target, path)
+            raise _conflict_error(target, path)
         files.fsync_directory(target.parent)
         yield Staging(path, target, replaces)
 
 
 def _try_remove(staging: Path) -> None:
-    # A failure leaves it to the next save, as a crash does.
+    # After a failure the next save deletes it, as after a crash.
     with contextlib.suppress(StorageError):
         remove_checkpoint(staging)
 
 
 def sync_staging(staging: Staging, listed: Collection[str]) -> None:
-    """Do the slow part of a commit, which may fail: check that all files are there, and sync the directories.
+    """Do the slow part of a commit, which may fail: check that all files exist, and sync the directories.
 
-    Every rank has synced the files that it has written.
+    Every rank has already synced its files.
 
     Args:
-        staging: with all files written.
+        staging: the staging directory, with all files written.
         listed: the paths of its files.
 
     Raises:
@@ -183,11 +166,11 @@ def sync_staging(staging: Staging, listed: Collection[str]) -> None:
         StorageError: the operating system refused, or another job has saved this step meanwhile.
     """
     _check_not_replaced(staging.target, staging)
-    there: set[str] = set()
+    present: set[str] = set()
     for directory, names in files.walk_directories(staging.path):
-        there.update((directory / name).relative_to(staging.path).as_posix() for name in names)
+        present.update((directory / name).relative_to(staging.path).as_posix() for name in names)
         files.fsync_directory(directory)
-    missing = sorted(set(listed) - there)
+    missing = sorted(set(listed) - present)
     if missing:
         raise Corrupt(
             f"{staging.path} has lost files that were written into it.",
@@ -198,11 +181,11 @@ def sync_staging(staging: Staging, listed: Collection[str]) -> None:
 
 
 def commit(staging: Staging) -> Path | None:
-    """Give a synced staging directory its name, durably. A finished checkpoint that has the name is replaced.
+    """Rename a synced staging directory to its target, durably. A finished checkpoint at the target is replaced.
 
     Returns:
-        where the files of other programs that had the name are now, or a checkpoint with equal tied tensors if those of
-        the new one differ.
+        the new path of what was at the target if it is not deleted: files of other programs, or a checkpoint with equal
+        tied tensors if the new checkpoint has diverged ones; else None.
 
     Raises:
         StorageError: the operating system refused, or another job has saved this step meanwhile. The target is the old
@@ -211,21 +194,21 @@ def commit(staging: Staging) -> Path | None:
     target, (_, _, token) = staging.target, parse_hidden(staging.path) or ("", "", "")
     aside = hidden_name(target, ASIDE, token)
     try:
-        _take_name(staging, aside)
+        _publish(staging, aside)
     except StorageError as error:
-        # If this fails as well, recover() does it; the first error takes precedence.
+        # If this fails as well, recover() does it later; the first error takes precedence.
         with contextlib.suppress(StorageError):
             files.rename(aside, target)
         if is_name_taken(error) or _is_missing(error):
-            raise _taken(target, staging.path) from error
+            raise _conflict_error(target, staging.path) from error
         raise
     files.fsync_directory(target.parent)
     with contextlib.suppress(StorageError):
-        files.remove_file(target / LOCK_NAME)  # If it stays, readers ignore it.
+        files.remove_file(target / LOCK_NAME)  # Readers ignore it if it stays.
     return _retire(aside, target)
 
 
-def _take_name(staging: Staging, aside: Path) -> None:
+def _publish(staging: Staging, aside: Path) -> None:
     try:
         files.rename(staging.path, staging.target)
     except StorageError as error:
@@ -237,21 +220,21 @@ def _take_name(staging: Staging, aside: Path) -> None:
 
 
 def _check_not_replaced(path: Path, staging: Staging) -> None:
-    """Refuse a directory that is not what had the target's name when staging was created."""
+    """Check that a directory is the one that was at the target when staging was created."""
     if files.entry_identity(path) not in (None, staging.replaces):
-        raise _taken(staging.target, staging.path)
+        raise _conflict_error(staging.target, staging.path)
 
 
-def _taken(target: Path, staging: Path) -> StorageError:
+def _conflict_error(target: Path, staging: Path) -> StorageError:
     return StorageError(
         f"Another job has saved {target} or removed {staging.name} during this save.",
         where=str(target),
-        next_step="Let one job at a time save into a directory, or give each its own; what has the name is complete.",
+        next_step="Give each job its own output directory. The existing checkpoint is complete.",
     )
 
 
 def _retire(aside: Path, target: Path) -> Path | None:
-    """Delete a checkpoint that was replaced; rename anything else, and return its new path."""
+    """Delete a replaced checkpoint, or rename anything else to a visible backup and return its path."""
     if files.entry_identity(aside) is None:
         return None
     with contextlib.suppress(StorageError):  # The new checkpoint is committed; recover() tries again.
@@ -279,11 +262,11 @@ def remove_checkpoint(directory: Path) -> None:
     Raises:
         StorageError: the operating system refused.
     """
-    files.remove_tree(doomed(directory))
+    files.remove_tree(mark_removed(directory))
 
 
-def doomed(directory: Path) -> Path:
-    """Give a directory a name under which any process may delete it, and return that name.
+def mark_removed(directory: Path) -> Path:
+    """Rename a directory so that any process may delete it, and return its new path.
 
     Raises:
         StorageError: the operating system refused.
@@ -296,13 +279,13 @@ def doomed(directory: Path) -> Path:
 
 
 def recover(output_dir: Path, runs: Collection[str] = ()) -> None:
-    """Complete interrupted replacements and deletions, and delete staging directories that no process writes.
+    """Complete interrupted replacements and deletions, and delete stale staging directories.
 
-    An entry that resists stays, which must not stop the next save.
+    Entries that cannot be handled stay, so that they do not stop the next save.
 
     Args:
         output_dir: the directory of the checkpoints.
-        runs: ids of the run and its ancestors, whose staging directories are deleted where there are no locks.
+        runs: ids of the run and its ancestors. On a file system without locks, their staging directories are deleted.
 
     Raises:
         StorageError: the operating system refused to list the directory.
@@ -322,8 +305,8 @@ def _recover(path: Path, runs: Collection[str]) -> None:
             if state == ASIDE:
                 _put_back(path, target)
             elif lock is not LockState.UNSUPPORTED or any(map(token.startswith, runs)):
-                # Deleted below: NFS keeps a file that is deleted while it is open, as the lock is here.
-                path, state = doomed(path), REMOVED
+                # Deleted below, after the lock is closed, because NFS keeps a file that is deleted while it is open.
+                path, state = mark_removed(path), REMOVED
     if state == REMOVED:
         files.remove_tree(path)
 
@@ -343,17 +326,17 @@ def _is_missing(error: StorageError) -> bool:
 
 
 def is_name_taken(error: StorageError) -> bool:
-    """Return whether an operation failed because its new name exists."""
+    """Return whether an operation failed because the new name exists."""
     return isinstance(error.__cause__, OSError) and error.__cause__.errno in _NAME_TAKEN
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """A directory beside the checkpoints.
+    """A stale directory, a backup or a staging directory next to the checkpoints.
 
     Attributes:
         path: the directory.
-        why: its description, one sentence for the reader.
-        removable: whether it may be deleted after a user confirms.
+        why: its description, one sentence.
+        removable: whether it may be deleted if a user confirms.
         stays: whether the next save leaves it.
     """
 
@@ -364,91 +347,96 @@ class Leftover(msgspec.Struct, frozen=True):
 
 
 def leftovers(output_dir: Path) -> list[Leftover]:
-    """List the directories beside the checkpoints that saves use, have left, or moved files of other programs to.
+    """List the staging directories, backups and stale directories of saves next to the checkpoints.
 
     Raises:
-        StorageError: the operating system refused to look into ``output_dir``.
+        StorageError: the operating system refused to list ``output_dir``.
     """
-    found = [_judge(path) for path in files.list_directory(output_dir)]
+    found = [_classify(path) for path in files.list_directory(output_dir)]
     return [one for one in found if one is not None]
 
 
 def remove_leftover(path: Path) -> bool:
-    """Check a directory of :func:`leftovers` again and delete it; return whether it was deleted.
+    """Delete a directory of :func:`leftovers` unless it has come into use; return whether it was deleted.
 
     Raises:
         StorageError: the operating system refused.
     """
-    found = _judge(path)
+    found = _classify(path)
     if found is None or not found.removable:
         return False
     with locked(path) as lock:
         if lock is LockState.BUSY:
-            return False  # A save has begun to use it since.
-        renamed = doomed(path)
+            return False  # A save has begun to use it meanwhile.
+        renamed = mark_removed(path)
     files.remove_tree(renamed)
     return True
 
 
-def _judge(path: Path) -> Leftover | None:
+def _classify(path: Path) -> Leftover | None:
     try:
         parsed, kept = parse_hidden(path), parse_kept(path)
         if (parsed is None and kept is None) or not files.is_directory(path):
             return None
-        return _judge_kept(path, kept) if parsed is None else _judge_hidden(path, *parsed)
+        return _classify_kept(path, kept) if parsed is None else _classify_hidden(path, *parsed)
     except StorageError as error:
-        # It may belong to another user, or the disk is broken there. That must not stop a save.
-        return Leftover(path, f"It cannot be looked at: {error.what}", False)
+        # It may belong to another user, or the disk may be broken there. That must not stop a save.
+        return Leftover(path, f"It cannot be accessed: {error.what}", False)
 
 
-def _judge_kept(path: Path, target: Path | None) -> Leftover:
+def _classify_kept(path: Path, target: Path | None) -> Leftover:
     if target is None or finished(path):
         return Leftover(path, "It is a checkpoint.", False)
-    return Leftover(path, f"It holds files of another program that were found as {target.name}.", True)
+    return Leftover(path, f"It contains files of another program that had the name {target.name}.", True)
 
 
-def _judge_hidden(path: Path, target: Path, state: str, token: str) -> Leftover:
+def _classify_hidden(path: Path, target: Path, state: str, token: str) -> Leftover:
     if state == REMOVED:
         return Leftover(path, "Its deletion was interrupted.", True, stays=False)
-    with locked(hidden_name(target, UNFINISHED, token), probe=True) as lock:
+    with locked(hidden_name(target, UNFINISHED, token), check_only=True) as lock:
         if lock is LockState.BUSY:
             return Leftover(path, "A running save uses it.", False)
     if state == ASIDE and files.entry_identity(target) is None:
-        return Leftover(path, f"The next start or save gives it its name {target.name} back.", False, stays=False)
+        return Leftover(path, f"The next start or save renames it back to {target.name}.", False, stays=False)
     if state == ASIDE:
         replaced = finished(target) is not None
-        why = "It was replaced by a newer save of the same step." if replaced else f"Something else is {target.name}."
-        return Leftover(path, why, replaced, stays=not replaced)
+        newer, other = "It was replaced by a newer save of the same step.", f"{target.name} is something else now."
+        return Leftover(path, newer if replaced else other, replaced, stays=not replaced)
     if lock is LockState.UNSUPPORTED:
-        return Leftover(path, "Its save was interrupted or runs; this file system has no locks.", True)
+        return Leftover(path, "Its save was interrupted or still runs; this file system has no locks.", True)
     return Leftover(path, "Its save was interrupted.", True, stays=False)
 
 
 def staged_name(target: Path) -> Path:
-    """Return the name beside which an export to ``target`` is staged: inside of a directory that exists.
+    """Return the path next to which an export to ``target`` is staged: inside of the target if it is a directory.
 
-    Links are followed: a link and its target may be on different file systems.
+    Links are followed, because a link and its target may be on different file systems.
 
     Raises:
-        StorageError: the operating system refused to look.
+        StorageError: the operating system refused to access it.
     """
     real = files.real_path(target)
     return real / (real.name or "export") if files.is_directory(real) else real
 
 
 def commit_export(staging: Staging, target: Path, marks: Sequence[str], is_old: Callable[[str], bool]) -> None:
-    """Make a staging directory without a manifest an export, durably.
+    """Commit a staged export, durably.
+
+    If the target is a directory, it is kept, because it may be mounted or contain files of other programs. The files
+    are then renamed into it one by one. The marker file is deleted first and renamed last, so that after a crash in
+    between the directory is not an export. The checksums exist throughout, so that readers of numbered files, which
+    need no marker, do not mistake files of two exports for one.
 
     Args:
-        staging: for :func:`staged_name`, with all files written.
+        staging: the staging directory of :func:`staged_name`, with all files written.
         target: the directory, without links.
-        marks: names of files by one of which an export is recognised; staging holds one of them.
-        is_old: whether a name in the target is that of a file of an export, which goes; all others stay.
+        marks: names of marker files, by which readers recognise an export; staging contains one of them.
+        is_old: returns whether a file in the target belongs to an older export and is deleted; other files stay.
 
     Raises:
-        StorageError: something has taken the name since, or the operating system refused.
+        StorageError: the name is in use now, or the operating system refused.
     """
-    # Other libraries write parts of an export, such as a tokenizer, and do not sync them.
+    # Other libraries write some files of an export, such as the tokenizer, and do not sync them.
     for file in files.files_within(staging.path):
         files.fsync_file(file)
     sync_staging(staging, ())
@@ -459,14 +447,14 @@ def commit_export(staging: Staging, target: Path, marks: Sequence[str], is_old: 
 
 
 def _move_in(staging: Path, target: Path, marks: Sequence[str], is_old: Callable[[str], bool]) -> None:
-    """Move the files of an export, one by one, into a directory that may hold others."""
+    """Move the files of an export, one by one, into a directory that may contain other files."""
     own = [path.relative_to(staging) for path in files.files_within(staging) if path.name != LOCK_NAME]
     for name in marks:
         files.remove_file(target / name)
     files.fsync_directory(target)
     has_checksums = Path(CHECKSUMS_NAME) in own
     for path in files.list_directory(target):
-        # A crash right after the rename of a new export has left its lock.
+        # A crash right after the rename of a new export leaves its lock.
         if path.name == LOCK_NAME or (is_old(path.name) and not (has_checksums and path.name == CHECKSUMS_NAME)):
             files.remove_file(path)
     files.fsync_directory(target)

@@ -1,18 +1,13 @@
-"""Element types under their three names.
+"""Dtypes under their three names, casts between them, and quantized tensors with scales.
 
-The package uses ``"bfloat16"``, a safetensors header contains ``"BF16"``, and numpy needs a dtype object (for types
-that numpy lacks, from ``ml_dtypes``). One table contains all three, so that other modules use one name.
+The package uses ``"bfloat16"``, a safetensors header contains ``"BF16"``, and numpy needs a dtype object (for some
+types from ``ml_dtypes``). One table contains all three. Casts give the same numbers as numpy; numbers of 8 bits are
+cast by a table of their 256 values, seven times as fast as ``ml_dtypes`` casts float8. If a number would become
+infinite in float16, the cast raises an error.
 
-Copies between arrays of different element types, exactly as numpy casts, and faster where numpy is slow.
-
-Numbers of 8 bits are cast by a table of their 256 values, which the replaced cast itself computes. That is seven times
-as fast as the cast of ``ml_dtypes`` for float8. Every other cast is numpy's own. float16 ends at 65504, below float32
-and bfloat16; a number that would become infinite is refused.
-
-Matrices of 8-bit or 4-bit numbers with one scale per block (:class:`Scheme`) are read as tensors of another dtype. A
-catalog lists such a :class:`ScaledTensor` in a :class:`ScaledFile`, which has no bytes on disk: the row-major
-concatenation of products of one dtype. Its reads become operations on the files of numbers and scales
-(:func:`.operations.scaled`).
+Matrices of 8-bit or 4-bit numbers with one scale per block (:class:`Scheme`) are read as tensors of a wider dtype. A
+catalog lists such a :class:`ScaledTensor` in a virtual :class:`ScaledFile`, the row-major concatenation of products of
+one dtype. Its reads become operations on the files of numbers and scales (:func:`.operations.scaled`).
 """
 
 from __future__ import annotations
@@ -56,16 +51,16 @@ _NAME_OF = {code: name for name, code, _ in _TABLE}
 _NUMPY_OF = {code: dtype for _, code, dtype in _TABLE}
 
 CODES: frozenset[str] = frozenset(_NUMPY_OF)
-"""Every dtype code that a safetensors header may use here."""
+"""The supported dtype codes of safetensors headers."""
 FP4 = "float4_e2m1fn"
-"""The dtype of two numbers per byte, the first in the low bits. Headers call the bytes integers."""
+"""Two numbers per byte, the first in the low bits. Headers declare the bytes as integers."""
 
 
 def to_safetensors(name: str) -> str:
     """Return the safetensors code of a dtype name: ``"bfloat16"`` -> ``"BF16"``.
 
     Raises:
-        FormatError: safetensors has no such type, or it is unknown here.
+        FormatError: the dtype is unknown, or safetensors has no such type.
     """
     return _look_up(_CODE_OF, name)
 
@@ -108,7 +103,7 @@ def dtype_size(name: str) -> int:
 
 
 def model_dtype(dtypes: Collection[str]) -> str:
-    """Return the dtype of a model by those of its weights, of which some, such as routers, are float32 in any model."""
+    """Return the dtype of a model from the dtypes of its weights; some, such as routers, are float32 in any model."""
     return min(dtypes, key=lambda name: (name == "float32", name))
 
 
@@ -116,7 +111,7 @@ def _look_up(table: dict[str, _T], key: str) -> _T:
     value = table.get(key)
     if value is None:
         raise FormatError(
-            f"{key!r} is an unknown tensor dtype.",
+            f"Unknown tensor dtype {key!r}.",
             evidence=[f"known: {', '.join(sorted(table))}"],
             next_step="Store the tensor in one of these dtypes.",
         )
@@ -124,16 +119,16 @@ def _look_up(table: dict[str, _T], key: str) -> _T:
 
 
 def copy_cast(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], where: AnyPath) -> None:
-    """Copy ``source`` into ``target``, of the same shape, with any strides; numbers are cast as numpy casts them.
+    """Copy ``source`` into ``target``, of the same shape and with any strides, and cast as numpy does.
 
-    Memory: where numbers of 8 bits are cast, a copy of the source in the target's type.
+    Memory: a cast of 8-bit numbers makes a copy of the source in the target's dtype.
 
     Args:
-        target: where the numbers go.
-        source: the numbers.
-        where: the file that they are from, for errors.
+        target: the array to fill.
+        source: the array to copy.
+        where: the file of the numbers, for errors.
     Raises:
-        MismatchError: a finite number would be infinite as float16.
+        MismatchError: a finite number would become infinite in float16.
     """
     if source.itemsize == 1 and source.dtype != target.dtype:
         bits = _table(source.dtype, target.dtype).take(source.view(np.uint8), mode="clip")
@@ -150,7 +145,7 @@ def _check_range(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], whe
     if lost.any():
         number = float(source[tuple(np.argwhere(lost)[0])])
         raise MismatchError(
-            f"A number that is stored as {source.dtype} is too large for float16, where it would be infinite.",
+            f"A number that is stored as {source.dtype} is too large for float16 and would become infinite.",
             where=str(where),
             evidence=[f"{number:g}; float16 ends at 65504"],
             next_step="Load these weights into bfloat16 or float32.",
@@ -169,7 +164,7 @@ def as_float32(data: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
 
     Args:
         data: the bytes.
-        name: dtype of the numbers: ``float32``, of eight bits, or :data:`FP4`, which is twice as many numbers as bytes.
+        name: dtype of the numbers: ``float32``, a dtype of eight bits, or :data:`FP4` with two numbers per byte.
     """
     if name == "float32":
         return data.view(np.float32)
@@ -179,7 +174,7 @@ def as_float32(data: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
 
 @lru_cache
 def _float32_table(name: str) -> np.ndarray[Any, Any]:
-    """Return the number of every byte as the bits of a float32, or its two numbers as those of two."""
+    """Return for every byte the bits of its number as float32, or of its two numbers as two float32."""
     every = np.arange(256, dtype=np.uint8)
     pairs = np.stack([every & 15, every >> 4], axis=1).ravel().view(ml_dtypes.float4_e2m1fn)
     numbers = pairs if name == FP4 else every.view(to_numpy(to_safetensors(name)))
@@ -191,8 +186,8 @@ class Scheme(msgspec.Struct, frozen=True):
 
     Args:
         numbers: dtype of the numbers, see :func:`as_float32`.
-        scales: dtype of the scales, which have one row per row of blocks.
-        block: rows and columns that share one scale; the last blocks may be smaller.
+        scales: dtype of the scales; they have one row per row of blocks.
+        block: numbers of rows and columns that share one scale; the last blocks may be smaller.
     """
 
     numbers: str
@@ -209,14 +204,14 @@ class ScaledTensor(msgspec.Struct, frozen=True):
     """A tensor that is stored as numbers and scales.
 
     Args:
-        name: of the products.
-        stored: rows and columns of the numbers; of a stack of matrices, their count first.
-        scheme: of numbers and scales.
-        file: contains the numbers.
+        name: name of the tensor of products.
+        stored: shape of the numbers: rows and columns, after the number of matrices for a stack.
+        scheme: how numbers and scales are stored.
+        file: the file with the numbers.
         begin: byte offset of the first number.
-        scales_file: contains the scales.
+        scales_file: the file with the scales.
         scales_begin: byte offset of the first scale.
-        transposed: whether the products have columns before rows.
+        transposed: whether the tensor of products has columns before rows.
     """
 
     name: str
@@ -230,26 +225,26 @@ class ScaledTensor(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the products."""
+        """Shape of the products."""
         *stack, rows, columns = self.stored
         return (*stack, columns, rows) if self.transposed else self.stored
 
     @property
     def row_bytes(self) -> int:
-        """Length of a row of numbers."""
+        """Bytes in a row of numbers."""
         return self.stored[-1] // self.scheme.per_byte
 
     @property
     def scales_per_row(self) -> int:
-        """Scales of a row of blocks."""
+        """Number of scales in a row of blocks."""
         return -(-self.stored[-1] // self.scheme.block[1])
 
     def by_matrix(self, values: Sequence[int], single: int) -> tuple[int, int, int]:
-        """Return a value per axis of the products as those of the count of matrices, of rows and of columns.
+        """Reorder one value per axis of the products to: matrices, rows, columns.
 
         Args:
             values: one for each axis.
-            single: the first value, if this is no stack.
+            single: the value for matrices if this is not a stack.
         """
         *stack, first, second = values
         rows, columns = (second, first) if self.transposed else (first, second)
@@ -257,11 +252,11 @@ class ScaledTensor(msgspec.Struct, frozen=True):
 
 
 class ScaledFile(msgspec.Struct, frozen=True, dict=True):
-    """Products of one dtype, one tensor behind the other.
+    """A virtual file of products of one dtype, one tensor after the other.
 
     Args:
-        dtype: of the products.
-        tensors: in their order.
+        dtype: dtype of the products.
+        tensors: the tensors in order.
     """
 
     dtype: str
@@ -269,7 +264,7 @@ class ScaledFile(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def begins(self) -> list[int]:
-        """The byte offset of every tensor, and the length in bytes."""
+        """Byte offset of every tensor, and the total length."""
         return [0, *accumulate(math.prod(one.stored) * dtype_size(self.dtype) for one in self.tensors)]
 
     @property
@@ -279,9 +274,9 @@ class ScaledFile(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def sources(self) -> frozenset[AnyPath]:
-        """The files that it is produced from."""
+        """The files that it is computed from."""
         return frozenset(path for one in self.tensors for path in (one.file, one.scales_file))
 
     def tensor_at(self, offset: int) -> ScaledTensor:
-        """Return the tensor of a byte."""
+        """Return the tensor that contains a byte offset."""
         return self.tensors[bisect_right(self.begins, offset) - 1]

@@ -1,21 +1,13 @@
-"""Execute read operations: read each byte of a file once, hash the blocks of this rank, and place what is wanted.
+"""Execute read operations: read each byte of a file once, hash this rank's blocks, and copy the bytes to memory.
 
-A file is walked in windows: its checksum blocks where some of them are compared, otherwise :data:`WINDOW_BYTES`. A
-window contains the parts of all operations in it. Any thread can execute any window, in four steps:
+A file is read in windows: its checksum blocks if some of them are compared, otherwise :data:`WINDOW_BYTES`. Any thread
+can execute any window. It reads long runs directly into memory, and runs that are cast, transposed or short into an
+image of the window; hashes a block while it is in the processor's cache; then copies parts of the image to memory.
 
-1. **Cut**: runs that are the same in memory are separated from those that are cast, transposed or short.
-2. **Read**: the former go into their memory, and the latter into an image of the window, with a few system calls, or
-   with few requests to a store. A block that is hashed is read completely; bytes without a target go to the image.
-3. **Hash**: the block, while it is in the processor's cache.
-4. **Place**: parts of the image are copied to their memory.
-
-Threads take windows from one stream until it is empty; the calling thread is one of them. After the first error, or an
-interrupt, the other threads stop once their current task is done. Each thread opens its files itself, and compares the
-identity of a file when it opens and before it closes it.
-
-Memory: an image and as much scratch memory for each thread, of 1 MiB each for a local file and of 8 MiB for a store,
-whose answers have as much again. Requests to a store are as long as a window, and join
-ranges if the gap between them costs less than a request.
+Threads, including the caller, take windows from one stream until it is empty. After an error or an interrupt the
+others stop once their current task is done. Each thread opens its own files, and compares the identity of a file when
+it opens and before it closes it. Memory per thread: an image and as much scratch memory, 1 MiB each for a local file
+and 8 MiB for a store, plus 8 MiB of answers. Requests to a store join ranges if the gap costs less than a request.
 """
 
 from __future__ import annotations
@@ -51,26 +43,26 @@ from paddleformers_fc.storage.progress import advance
 from paddleformers_fc.storage.remote import RemoteFile, open_remote
 
 DEFAULT_STAGING_MEMORY_BYTES = 64 << 20
-"""Bound of the staging memory of all threads together."""
+"""Default bound on the staging memory of all threads together."""
 IMAGE_BYTES = 1 << 20
-"""Bytes of a local file whose image is in memory at a time: more would leave the processor's cache."""
+"""Bytes of the image of a local file; a larger image would not stay in the processor's cache."""
 WINDOW_BYTES = 8 << 20
-"""Bytes of a window: enough to make a system call or a request cheap, few enough to share a tensor among threads."""
+"""Bytes of a window: large enough to make system calls and requests cheap, small enough to divide a tensor."""
 GAP_BYTES = 256 << 10
-"""Bytes that a store sends in the time of a request, a low estimate: a gap of this length is read along."""
+"""Gaps up to this length are read as well: a store sends them in less time than another request takes."""
 MAX_GAP_RATIO = 16.0
-"""Maximum ratio of requested to wanted bytes, for requests of more than ``FREE_BYTES``."""
+"""Maximum ratio of requested to needed bytes, for requests of more than ``FREE_BYTES``."""
 FREE_BYTES = 64 << 10
-"""A request of this length takes as long as one of a byte."""
+"""A request of this length takes as long as a request of one byte."""
 _HASHED_RUN = 64 << 10
-"""Shorter runs of a block that is hashed are copied from its image: that is cheaper than to scatter the read."""
+"""Shorter runs of a hashed block are copied from its image, which is cheaper than scattering the read."""
 _SLACK = 4096
-"""An image begins as its first element is aligned, and ends with the last element that begins in it."""
+"""Extra bytes of an image, for the alignment of its first element and the end of its last element."""
 _TASK_WINDOWS = 16
 _PIECE_BYTES = 16 << 10
-"""Bytes that are read in the time that a piece takes, whatever its size."""
-_MOST_REQUESTS = 64
-"""Number of requests that a thread sends at the same time."""
+"""The fixed cost of a piece, as the number of bytes that are read in the same time."""
+_MAX_REQUESTS = 64
+"""Maximum number of requests that a thread sends at the same time."""
 _SMALLEST_IMAGE = 64
 _NO_SCRATCH = np.empty(0, np.uint8)
 _T = TypeVar("_T")
@@ -85,8 +77,8 @@ class ReadOptions(msgspec.Struct, frozen=True):
     Args:
         threads: number of threads.
         staging_memory_bytes: maximum staging memory of all threads, used by transposes, casts and host copies.
-        replicas: how ranks read the same ranges: ``each`` for itself, each a share that it sends to the others
-            (``once``), or ``auto``: a share where the ranks are on many hosts.
+        replicas: how ranks read ranges that several of them need. ``each``: every rank reads them. ``once``: every rank
+            reads a share and sends it to the others. ``auto``: like ``once`` if the ranks are on many hosts.
         hosts: the host of each rank, by rank; empty if unknown.
     Raises:
         OptionError: a bound is below 1.
@@ -100,7 +92,7 @@ class ReadOptions(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.threads < 1 or self.staging_memory_bytes < 1:
             raise OptionError(
-                "Invalid options of reads.",
+                "Invalid read options.",
                 evidence=[
                     f"threads: {self.threads}",
                     f"staging_memory_bytes: {self.staging_memory_bytes}",
@@ -110,7 +102,7 @@ class ReadOptions(msgspec.Struct, frozen=True):
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of a local file whose image a thread has in memory."""
+        """Bytes of a thread's image of a local file."""
         return max(_SMALLEST_IMAGE, min(IMAGE_BYTES, self.staging_memory_bytes // (2 * self.threads)))
 
     @property
@@ -123,14 +115,14 @@ DEFAULT_OPTIONS = ReadOptions()
 
 
 class OwnedBlocks(msgspec.Struct):
-    """The blocks of one file that this rank compares. For many threads.
+    """The blocks of one file that this rank compares; safe for several threads.
 
     Args:
         checksum: the recorded checksums.
-        numbers: of the blocks.
+        numbers: the numbers of the blocks.
 
     Attributes:
-        hashed: the blocks that were hashed.
+        hashed: the blocks that have been hashed.
         differing: the blocks whose checksums differ.
         error: why the file could not be read, if errors are collected.
     """
@@ -142,7 +134,7 @@ class OwnedBlocks(msgspec.Struct):
     error: FlexError | None = None
 
     def length(self, number: int) -> int:
-        """Return the bytes of a block."""
+        """Return the length of a block in bytes."""
         return min(self.checksum.block_bytes, self.checksum.size - number * self.checksum.block_bytes)
 
     def window(self, path: AnyPath, number: int, pieces: list[Operation]) -> Window:
@@ -151,7 +143,7 @@ class OwnedBlocks(msgspec.Struct):
         return Window(path, low, low + self.length(number), pieces, self)
 
     def compare(self, low: int, digest: bytes) -> None:
-        """Record the checksum of a block by its first byte."""
+        """Compare the checksum of the block that begins at byte ``low``, and record the result."""
         number = low // self.checksum.block_bytes
         if digest != self.checksum.block(number):
             self.differing.add(number)
@@ -164,14 +156,14 @@ NO_BLOCKS: Blocks = MappingProxyType({})
 
 
 class Window(msgspec.Struct, gc=False, eq=False):
-    """A range of a file, and what is wanted of it.
+    """A range of a file, and the operations on it.
 
     Args:
         path: the file.
         low: offset of the first byte.
-        high: offset behind the last.
-        pieces: parts of operations whose elements begin in it.
-        blocks: gets the checksum of the bytes; None if they are not hashed.
+        high: offset after the last byte.
+        pieces: the parts of operations whose elements begin in the range.
+        blocks: receives the checksum of the bytes; None if they are not hashed.
     """
 
     path: AnyPath
@@ -185,7 +177,7 @@ def windows_of(operations: Iterable[Operation], blocks: Blocks) -> Iterator[Wind
     """Yield the windows of operations.
 
     Args:
-        operations: the reads, grouped by file. In the order of the file they need the fewest windows.
+        operations: the reads, grouped by file. Reads in file order need the fewest windows.
         blocks: the blocks that are hashed while they are read.
     """
     for path, grouped in groupby(operations, key=attrgetter("path")):
@@ -197,7 +189,7 @@ def windows_of(operations: Iterable[Operation], blocks: Blocks) -> Iterator[Wind
         while active or following is not None:
             low = high if active or following is None else following.begin // step * step
             high = low + step
-            # An operation that begins before the window waits until those before it have ended.
+            # An operation that begins before the window waits until the active ones have ended.
             while following is not None and low <= following.begin < high:
                 active.append(following)
                 following = next(found, None)
@@ -211,18 +203,18 @@ def windows_of(operations: Iterable[Operation], blocks: Blocks) -> Iterator[Wind
 
 
 def unread_blocks(blocks: Blocks) -> Iterator[Window]:
-    """Yield the windows of blocks that were not hashed by now."""
+    """Yield the windows of blocks that have not been hashed yet."""
     for path, owned in blocks.items():
         yield from (owned.window(path, number, []) for number in sorted(owned.numbers - owned.hashed))
 
 
 class _Worker:
-    """What one thread needs: its open files, image and scratch memory.
+    """The open files, image and scratch memory of one thread.
 
     Args:
-        options: bounds.
-        identities: of the checked files.
-        seen: remote files of all threads.
+        options: bounds on memory.
+        identities: identities of the checked files.
+        seen: remote files that any thread has opened.
     """
 
     def __init__(self, options: ReadOptions, identities: Identities, seen: dict[AnyPath, RemoteFile]) -> None:
@@ -231,7 +223,7 @@ class _Worker:
         self._image = self._scratch = _NO_SCRATCH
 
     def read(self, window: Window) -> int:
-        """Execute a window, and return the bytes read from storage."""
+        """Execute a window, and return the number of bytes read from storage."""
         if window.blocks is None:
             return self._fill(window.path, window.low, window.high, window.pieces, None)
         hasher = xxhash.xxh3_64()
@@ -243,8 +235,8 @@ class _Worker:
         """Close the files.
 
         Raises:
-            Corrupt: one has changed since it was checked.
-            StorageError: one cannot be closed. All are closed.
+            Corrupt: a file has changed since it was checked.
+            StorageError: a file cannot be closed; all others are closed.
         """
         with ExitStack() as stack:
             for _ in self._files:
@@ -265,7 +257,7 @@ class _Worker:
         runs.sort()
         gaps = _gaps(runs, low, high)
         if gaps is None or (hasher is not None and copied):
-            # Ranges that several operations want, or that a hash needs in order: all of them go through the image.
+            # Several operations need the same range, or a hash needs all bytes in order: everything uses the image.
             runs, copied, gaps = [], pieces, [(low, high - low)]
         if hasher is None:
             gaps = _joined(copied)
@@ -296,7 +288,7 @@ class _Worker:
         return WINDOW_BYTES if isinstance(path, RemotePath) else self._options.image_bytes
 
     def _base(self, path: AnyPath, first: int) -> int:
-        """Return the address of an image whose byte at an offset is aligned."""
+        """Return the address of an image in which the byte at offset ``first`` is aligned."""
         size = self._room(path) + _SLACK
         if self._image.size < size:
             self._image, self._scratch = np.empty(size, np.uint8), np.empty(size, np.uint8)
@@ -348,10 +340,10 @@ class _Worker:
         return file
 
     def _drop(self) -> None:
-        """Close the file that was opened first."""
+        """Close the oldest open file."""
         file = self._files.pop(next(iter(self._files)))
         try:
-            # A file that was deleted, on a network file system: all reads of it were complete.
+            # A network file system fails if the file was deleted, which is harmless: all reads were complete.
             with suppress(OSError):
                 check_unreplaced(file, self._identities)
         finally:
@@ -374,7 +366,7 @@ def _gaps(runs: Sequence[Part], low: int, high: int) -> list[tuple[int, int]] | 
 
 
 def _joined(pieces: Iterable[Operation]) -> list[tuple[int, int]]:
-    """Return the ranges of operations, by offset and length; those that overlap or are adjacent are one."""
+    """Return the ranges of operations, by offset and length; overlapping and adjacent ranges are joined."""
     found: list[tuple[int, int]] = []
     for piece in pieces:
         offsets, length = piece.spans()
@@ -389,23 +381,23 @@ def _joined(pieces: Iterable[Operation]) -> list[tuple[int, int]]:
 
 
 def _fetch(file: RemoteFile, parts: Sequence[Part]) -> None:
-    """Request parts in order, near ones together and all of them at the same time."""
+    """Request parts in order; parts that are close together share a request."""
     requests: list[tuple[int, int]] = []
-    wanted = 0
+    needed = 0
     for begin, length, _ in parts:
         end = begin + length
         if requests:
             low, high = requests[-1]
-            is_cheap = end - low <= FREE_BYTES or end - low <= MAX_GAP_RATIO * (wanted + length)
+            is_cheap = end - low <= FREE_BYTES or end - low <= MAX_GAP_RATIO * (needed + length)
             if begin < high or (begin - high <= GAP_BYTES and is_cheap):
-                requests[-1], wanted = (low, max(high, end)), wanted + length
+                requests[-1], needed = (low, max(high, end)), needed + length
                 continue
         requests.append((begin, end))
-        wanted = length
+        needed = length
     answers = [
         answer
-        for at in range(0, len(requests), _MOST_REQUESTS)
-        for answer in file.fetch(requests[at : at + _MOST_REQUESTS])
+        for at in range(0, len(requests), _MAX_REQUESTS)
+        for answer in file.fetch(requests[at : at + _MAX_REQUESTS])
     ]
     begins = [low for low, _ in requests]
     for begin, length, address in parts:
@@ -418,7 +410,7 @@ class StopLatch:
     """Admits threads until it is shut; closing it waits for the threads inside.
 
     Attributes:
-        shut: whether no more threads are admitted, and those inside should stop.
+        shut: whether threads are no longer admitted, and threads inside should stop.
     """
 
     def __init__(self) -> None:
@@ -428,7 +420,7 @@ class StopLatch:
 
     @contextmanager
     def entered(self) -> Iterator[bool]:
-        """Enter; yield whether the thread may work, which it may not once the latch is shut."""
+        """Context manager that yields whether the thread may work: False once the latch is shut."""
         with self._change:
             may = not self.shut
             self._inside += may
@@ -453,14 +445,14 @@ def run_workers(
 
     Args:
         pool: runs the other threads.
-        threads: number of threads, the caller included.
+        threads: number of threads, including the caller.
         stream: the items; advanced by one thread at a time.
-        work: run by each thread. It calls its argument for the next item, until that returns None.
+        work: run by each thread. It calls its argument for the next item, until the call returns None.
     Returns:
         the sum of the results.
 
     Raises:
-        Exception: of the first thread that failed. No other thread takes an item after that.
+        Exception: the error of the first thread that failed. No other thread takes an item after that.
     """
     first = list(islice(stream, 2))
     stream = chain(first, stream)
@@ -477,7 +469,7 @@ def run_workers(
             try:
                 return work(take) if may else 0
             except BaseException:
-                # An interrupt too must stop the other threads; it is raised again where results are collected.
+                # An interrupt must stop the other threads as well; collecting the results raises it again.
                 latch.shut = True
                 raise
 
@@ -485,22 +477,20 @@ def run_workers(
     try:
         for _ in range(threads - 1):
             futures.append(pool.submit(other))
-        # This thread works too and does not wait for others to start. It bypasses the latch, so its end is detected
-        # here.
+        # The caller works as well, outside of the latch.
         total = work(take)
     finally:
-        # An interrupt, even one between the start of a thread and the append above, ends the work after the current
-        # items: nothing is written after this returns.
+        # Nothing may be written after this function returns, even if an interrupt came between submit and append.
         latch.close()
     return total + sum(future.result() for future in futures if not future.cancel())
 
 
 class ReadPool:
-    """Threads with their open files and images; a context manager that joins them and closes everything.
+    """Threads with their open files and images; a context manager that joins the threads and closes the files.
 
     Args:
-        options: threads and staging.
-        identities: the identities of the checked files; another file under a path is refused.
+        options: threads and staging memory.
+        identities: identities of the checked files; reading a replaced file raises an error.
     """
 
     def __init__(self, options: ReadOptions = DEFAULT_OPTIONS, identities: Identities = NO_IDENTITIES) -> None:
@@ -518,7 +508,7 @@ class ReadPool:
             blocks: the blocks that are hashed while they are read.
             is_counted: whether the bytes are part of the displayed progress.
         Raises:
-            Corrupt, StorageError: of the first thread that failed. No other thread takes a task after that.
+            Corrupt, StorageError: the error of the first thread that failed. No other thread takes a task after that.
         """
         return self._run(windows_of(operations, blocks), is_counted, False)
 
@@ -528,7 +518,7 @@ class ReadPool:
         Args:
             blocks: the blocks.
             is_counted: whether the bytes are part of the displayed progress.
-            keep_errors: whether a file that cannot be read is recorded in its blocks, and the others are hashed.
+            keep_errors: whether to record the error of a file in its blocks and continue with the others.
         Raises:
             Corrupt, StorageError: a read failed, unless errors are kept.
         """
@@ -559,7 +549,7 @@ class ReadPool:
 
     @contextmanager
     def _worker(self) -> Iterator[_Worker]:
-        """Yield a worker that no other thread uses."""
+        """Context manager that yields a worker that no other thread uses."""
         try:
             worker = self._idle.pop()
         except IndexError:
@@ -585,7 +575,7 @@ class ReadPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        # The first error is more specific than a file that cannot be closed after it.
+        # An earlier error is more specific than a failure to close a file after it.
         with suppress(*[] if kind is None else [FlexError]):
             self.close()
         if kind is None:
@@ -597,8 +587,8 @@ def _tasks(windows: Iterable[Window]) -> Iterator[list[Window]]:
     task: list[Window] = []
     size = 0
     for window in windows:
-        wanted = window.high - window.low if window.blocks else sum(piece.needed for piece in window.pieces)
-        length = max(wanted, len(window.pieces) * _PIECE_BYTES)
+        needed = window.high - window.low if window.blocks else sum(piece.needed for piece in window.pieces)
+        length = max(needed, len(window.pieces) * _PIECE_BYTES)
         if task and (size + length > WINDOW_BYTES or len(task) == _TASK_WINDOWS):
             yield task
             task, size = [], 0

@@ -1,9 +1,9 @@
-"""``flex_checksums.json``: the size and checksums of every file of an export, beside its index.
+"""``flex_checksums.json``: the sizes and checksums of all files of an export, next to its index.
 
-Transformers and other readers ignore this file. Its content depends on the exported files alone, so that exports of
-equal content have equal checksum files under every layout. It carries a checksum of itself.
+Transformers and other readers ignore this file. Its content depends only on the exported files, so that exports of
+equal content have equal checksum files under every layout. It contains a checksum of itself.
 
-Tools that change the directory do not update the file. Every error therefore contains the remedy: delete it.
+Tools that change the directory do not update the file. Every error therefore advises to delete it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ CHECKSUMS_NAME = "flex_checksums.json"
 FORMAT = "flex_checksums"
 VERSION = 2
 _READABLE = (1, VERSION)
-"""Version 1 has other digests, which a reader computes from the blocks."""
+"""Version 1 has a different digest of a file; a reader computes the current one from the blocks."""
 MAX_CHECKSUMS_BYTES = 256 * 1024 * 1024
-"""The longest file of checksums that is read: that of an export of 50 TB."""
+"""Maximum size of a checksum file: enough for an export of 50 TB."""
 
 _DELETE = "Delete this file to use the weights without checksums, or use the version that wrote it."
 
@@ -44,19 +44,19 @@ FileChecksums = Mapping[str, FileChecksum]
 
 
 class _Entry(FileRecord, frozen=True, forbid_unknown_fields=True):
-    """The checksums of one file: those of its blocks have 16 lower-case hex digits each."""
+    """The checksums of one file; ``blocks`` has 16 lower-case hex digits per block."""
 
     block_bytes: int
     blocks: list[str]
 
     def faults(self) -> Iterator[str]:
-        """Yield what is invalid in an entry that was read from a disk."""
+        """Yield the faults of an entry that was read from storage."""
         yield from record_faults(self)
         if self.block_bytes < 1 or len(self.blocks) != -(-self.size // self.block_bytes):
             blocks, size, length = len(self.blocks), self.size, self.block_bytes
             yield f"has {blocks} block checksums for {size} bytes in blocks of {length}"
         if not all(is_hex(block, 2 * BLOCK_DIGEST_BYTES) for block in self.blocks):
-            yield "has a block checksum that is not of the right form"
+            yield "has a malformed block checksum"
 
     @property
     def checksum(self) -> FileChecksum:
@@ -66,7 +66,7 @@ class _Entry(FileRecord, frozen=True, forbid_unknown_fields=True):
 
 
 class _Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The document: ``seal`` is xxh3_128 of the encoded checksums."""
+    """The content of the file; ``seal`` is xxh3_128 of the encoded checksums."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -78,7 +78,7 @@ _decoder = msgspec.json.Decoder(_Checksums)
 
 
 def encode_checksums(checksums: Iterable[FileChecksum]) -> bytes:
-    """Return the checksum file of an export, of the checksums of all its files."""
+    """Return the checksum file of an export, given the checksums of all its files."""
     files = [
         _Entry(one.path, one.size, one.digest, one.block_bytes, [one.block(at).hex() for at in range(one.count)])
         for one in sorted(checksums, key=lambda checksum: checksum.path)
@@ -88,10 +88,10 @@ def encode_checksums(checksums: Iterable[FileChecksum]) -> bytes:
 
 
 def read_checksums(directory: AnyPath) -> FileChecksums | None:
-    """Return what the checksum file of a directory of open weights records; None where there is no such file.
+    """Read the checksum file of a directory of open weights; None if there is no such file.
 
     Raises:
-        FormatError: the file is malformed, or of a later version.
+        FormatError: the file is malformed, or has an unknown version.
         Corrupt: it does not match its own checksum.
         StorageError: it cannot be read.
     """
@@ -111,16 +111,16 @@ def read_checksums(directory: AnyPath) -> FileChecksums | None:
 def verify_export(directory: AnyPath, checksums: FileChecksums, level: str, *, needed: Collection[str]) -> None:
     """Compare the files of an export with their checksums.
 
-    A listed file that is neither there nor needed is no fault: a download may leave out what it does not use.
+    A listed file may be missing if it is not needed, because a download may omit files that it does not use.
 
     Args:
         directory: the export.
         checksums: the result of :func:`read_checksums`.
-        level: ``size`` compares sizes, and the checksums of documents; ``full`` compares all checksums.
-        needed: the files that must be there, and must be listed.
+        level: ``size`` compares sizes, and the checksums of metadata files; ``full`` compares all checksums.
+        needed: the files that must exist and must be listed.
 
     Raises:
-        Corrupt: with every fault as evidence.
+        Corrupt: files are damaged, missing or not listed; lists every fault.
         StorageError: a file cannot be read, and nothing else is wrong.
     """
     found = compare_files(directory, checksums.values(), level, checksums.keys() - set(needed))
@@ -130,17 +130,17 @@ def verify_export(directory: AnyPath, checksums: FileChecksums, level: str, *, n
 
 
 def read_exported(directory: AnyPath, checksums: FileChecksums | None, name: str, most: int) -> bytes:
-    """Return the bytes of a document of open weights after comparing them with its checksum, if it has one.
+    """Read a metadata file of open weights, and compare it with its checksum if one is recorded.
 
     Args:
         directory: the open weights.
         checksums: the result of :func:`read_checksums`.
-        name: the document's path relative to the directory.
-        most: bound on its length in bytes.
+        name: the file's path relative to the directory.
+        most: maximum length in bytes.
 
     Raises:
-        Corrupt: the document is missing or altered.
-        FormatError: it is longer than the bound, or not a regular file.
+        Corrupt: the file is missing or altered.
+        FormatError: it is too long, or not a regular file.
         StorageError: it cannot be read.
     """
     if checksums is None or name not in checksums:
@@ -149,7 +149,7 @@ def read_exported(directory: AnyPath, checksums: FileChecksums | None, name: str
 
 
 def restore_or_delete(directory: AnyPath) -> str:
-    """Return the advice for a file that is not the exported one."""
+    """Return the advice for a file that differs from the exported file."""
     return (
         "Restore these files, or export again. If they were written again on purpose, as by "
         f"tokenizer.save_pretrained, delete {directory / CHECKSUMS_NAME}: without it they are not compared."
@@ -157,9 +157,7 @@ def restore_or_delete(directory: AnyPath) -> str:
 
 
 def _malformed(path: AnyPath, evidence: list[str]) -> FormatError:
-    return FormatError(
-        f"{path} is not a valid file of checksums.", where=str(path), evidence=evidence, next_step=_DELETE
-    )
+    return FormatError(f"{path} is not a valid checksum file.", where=str(path), evidence=evidence, next_step=_DELETE)
 
 
 def _seal(files: list[_Entry]) -> str:

@@ -1,9 +1,9 @@
-"""Identities of files, so that the file that is read is the file that was checked.
+"""Identities of files, which ensure that the file that is read is the file that was checked.
 
-A checkpoint is checked by path and later read by path. Between the two a file can be replaced: a step saved again, a
-directory renamed over another. The identity of a local file (device, inode, size, change time) is recorded before the
-check and compared on the descriptor that is read, when it is opened and before it is closed. A remote file has no
-descriptor: its size and entity tag, or change time, are compared when it is opened and again after the last read.
+A checkpoint is checked by path and later read by path. In between, a file can be replaced, for example when a step is
+saved again. The identity of a local file (device, inode, size, change time) is recorded before the check, and compared
+with the open descriptor after opening and before closing. A remote file has no descriptor: its size and entity tag, or
+change time, are compared when it is opened and again after the last read.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
 
 
 class FileIdentity(msgspec.Struct, frozen=True):
-    """One file of this machine as it was.
+    """The identity of a local file.
 
     Args:
-        device: that it is on.
-        inode: its number there.
-        size: in bytes.
-        modified: time of the last change of its content, in nanoseconds.
+        device: device number.
+        inode: inode number.
+        size: length in bytes.
+        modified: time of the last modification, in nanoseconds.
     """
 
     device: int
@@ -47,10 +47,10 @@ Identities = Mapping[AnyPath, Identity]
 
 
 def identities_of(paths: Iterable[AnyPath]) -> dict[AnyPath, Identity]:
-    """Return the identities of files; a missing file has none, which a later check reports.
+    """Return the identities of files. Missing files are left out; a later check reports them.
 
     Raises:
-        StorageError: the operating system refused to look.
+        StorageError: the operating system or the store refused access.
     """
     paths = list(paths)
     found = zip(paths, map_paths(stat_path, paths, paths[0]), strict=True) if paths else ()
@@ -58,15 +58,15 @@ def identities_of(paths: Iterable[AnyPath]) -> dict[AnyPath, Identity]:
 
 
 def stored_identities(identities: Identities) -> dict[AnyPath, Identity]:
-    """Return the identities of files without those that are produced from others."""
+    """Return the identities of files, without virtual files."""
     return {path: one for path, one in identities.items() if not isinstance(one, ScaledFile)}
 
 
 def same_bytes_key(identities: Identities) -> str:
-    """Return a text that is equal for processes that read the same bytes; empty if these identities cannot show it.
+    """Return a text that is equal for processes that read the same bytes; empty if that cannot be known.
 
-    Processes of one machine with access to the same local files read them through one page cache. Copies of a file on
-    the disks of several machines can differ, and so can their caches. An object of a store is the same for all of them.
+    Processes on one machine read local files through one page cache. Copies on the disks of several machines can
+    differ, and so can their page caches. An object of a store is the same for all machines.
     """
     if not identities:
         return ""
@@ -96,11 +96,11 @@ def check_unreplaced(file: OpenFile | RemoteFile, identities: Identities) -> Non
 
 
 def check_unreplaced_meanwhile(paths: Iterable[AnyPath], identities: Identities) -> None:
-    """Refuse remote files that are no longer those that were checked, once they have been read.
+    """Check, after reading, that remote files were not replaced or changed meanwhile.
 
     Raises:
-        Corrupt: one was replaced, changed or deleted.
-        StorageError: the store refused to look.
+        Corrupt: a file was replaced, changed or deleted.
+        StorageError: the store refused access.
     """
     read = [path for path in paths if isinstance(path, RemotePath) and path in identities]
     for path, status in zip(read, map_paths(stat_path, read, read[0]) if read else (), strict=True):
@@ -118,11 +118,11 @@ def replaced(path: AnyPath) -> Corrupt:
 
 
 def identity_of(status: os.stat_result | RemoteStatus) -> Identity:
-    """Return the identity of a file by its status."""
+    """Return the identity of a file from its status."""
     if isinstance(status, RemoteStatus):
         return status
     return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 NO_IDENTITIES: Identities = MappingProxyType({})
-"""For files without an earlier check."""
+"""For files that were not checked before."""

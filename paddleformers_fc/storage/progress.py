@@ -1,7 +1,7 @@
-"""Bytes that the running operation has done, and those that it expects to do; a display reads both.
+"""Progress of the running operation: bytes done and bytes expected.
 
-Code that reads or writes many bytes calls :func:`expect` before and :func:`advance` after a piece. Both do nothing
-unless the progress is displayed (:func:`measured`). A process displays one operation at a time, in many threads.
+Code that reads or writes many bytes calls :func:`expect` before and :func:`advance` after each piece, from any thread.
+Both do nothing unless progress is displayed (:func:`measured`). A process displays one operation at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Meter:
     """Counts bytes.
 
     Attributes:
-        expected: bytes announced so far; later parts of an operation may add more.
+        expected: bytes announced so far; later phases of an operation may add more.
         done: bytes done.
     """
 
@@ -35,7 +35,7 @@ _running: Meter | None = None
 
 @contextmanager
 def measured(meter: Meter) -> Iterator[None]:
-    """Count the bytes of a block in a meter."""
+    """Context manager that counts bytes in a meter."""
     global _running
     before, _running = _running, meter
     try:
@@ -45,7 +45,7 @@ def measured(meter: Meter) -> Iterator[None]:
 
 
 def is_measured() -> bool:
-    """Return whether bytes are counted, for callers to whom the number of expected bytes costs time."""
+    """Return whether bytes are counted, so that callers can skip computing the expected number."""
     return _running is not None
 
 

@@ -1,9 +1,9 @@
-"""The Trainer's own state as JSON: exact, readable, without pickle.
+"""Store the Trainer's state as JSON: exact, readable, without pickle.
 
-PaddleFormers pickles trainer state, scheduler, loss scaler, random generators and training arguments: a few kilobytes
-of numbers. This module writes each as a JSON document. Numbers are restored bit for bit. Python writes the shortest
-decimal text that reads back as the same float. An array carries its dtype, and infinity and NaN use Python's extension
-of JSON. A value that cannot be written exactly is refused at save time.
+PaddleFormers pickles trainer state, scheduler, loss scaler, random generators and training arguments, a few kilobytes
+of numbers. This module writes each as a JSON file. Numbers are restored bit for bit, because Python writes the shortest
+decimal text that reads back as the same float. An array includes its dtype, and infinity and NaN use Python's extension
+of JSON. Saving a value that cannot be written exactly raises an error.
 
 ``trainer.rng`` and ``trainer.documents`` read and restore the values; ``formats.stock_run`` converts them.
 """
@@ -27,14 +27,14 @@ _DTYPES = frozenset(np.dtype(kind).str for kind in np.typecodes["AllInteger"] + 
 
 
 def encode(value: Any, what: str) -> bytes:
-    """Encode ``value`` as a JSON document that :func:`decode_object` turns back into an equal value.
+    """Encode ``value`` as JSON that :func:`decode_object` decodes to an equal value.
 
     Args:
-        value: None, bool, int, float, str, and arrays, lists, tuples and string-keyed dicts of such.
-        what: the document's name, for the error.
+        value: None, bool, int, float, str, and arrays, lists, tuples and string-keyed dicts of these.
+        what: name of the file, for the error.
 
     Raises:
-        FormatError: something in it is of another type; its place is named.
+        FormatError: a part of the value has another type; the error names it.
     """
     return json.dumps(_plain(value, what), indent=1, sort_keys=True).encode() + b"\n"
 
@@ -43,16 +43,16 @@ def decode_object(raw: bytes, where: str) -> dict[str, Any]:
     """Decode the result of :func:`encode` of a dict.
 
     Args:
-        raw: the document.
-        where: the file it was read from, for the error.
+        raw: the JSON text.
+        where: the file, for the error.
 
     Raises:
-        FormatError: it is not such a document.
+        FormatError: the text is not the result of :func:`encode` of a dict.
     """
     try:
         value = _rich(parse_json(raw))
         if not isinstance(value, dict):
-            raise ValueError(f"it is a {type(value).__name__}, and not an object")
+            raise ValueError(f"it is a {type(value).__name__}, not an object")
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise FormatError(
             "The Trainer's state cannot be read.",
@@ -64,7 +64,7 @@ def decode_object(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def readable(value: Any) -> Any:
-    """Return ``value`` as JSON for a reader, not to be read back: values without a JSON type become text."""
+    """Return ``value`` as JSON for display only: values without a JSON type become text."""
     if isinstance(value, Mapping):
         return {str(key): readable(one) for key, one in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -75,7 +75,7 @@ def readable(value: Any) -> Any:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """Return the value in JSON's own types."""
+    """Return the value in JSON types."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, (np.integer, np.floating, np.bool_)):
@@ -104,16 +104,16 @@ def _rich(value: Any) -> Any:
         return _array(value)
     if _TUPLE in value:
         if value.keys() != {_TUPLE} or not isinstance(value[_TUPLE], list):
-            raise ValueError("it holds a tuple that is no list of values")
+            raise ValueError("it contains a tuple whose value is not a list")
         return tuple(_rich(one) for one in value[_TUPLE])
     return {key: _rich(one) for key, one in value.items()}
 
 
 def _array(value: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """Return an array; numpy takes more for a dtype than numbers, such as a string of a gigabyte."""
+    # Checked before numpy sees it, because numpy accepts dtypes such as a string of a gigabyte.
     if value.keys() != {_ARRAY, "shape", "values"} or value[_ARRAY] not in _DTYPES:
         raise ValueError("it contains an array of an unknown kind")
     array = np.array(value["values"], dtype=np.dtype(value[_ARRAY]))
     if min(value["shape"], default=0) < 0 or math.prod(value["shape"]) != array.size:
-        raise ValueError(f"it holds an array of {array.size} numbers that has another shape")
+        raise ValueError(f"it contains an array of {array.size} numbers with a different shape")
     return array.reshape(value["shape"])

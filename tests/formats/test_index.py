@@ -128,7 +128,7 @@ def test_tensors_of_an_index_are_those_of_its_shards(odd: str) -> None:
         ("name_stem", 0, 5, "no stem or no ending"),
         ("name_ending", 0, -1, "no stem or no ending"),
         ("dtypes", 0, 255, "not UTF-8"),
-        ("dtypes", 0, ord("X"), "unknown tensor dtype"),
+        ("dtypes", 0, ord("X"), "Unknown tensor dtype"),
     ],
 )
 def test_an_index_that_cannot_be_is_refused(column: str, at: int, value: int, message: str) -> None:

@@ -399,7 +399,7 @@ def test_without_locks_a_run_deletes_the_staging_of_itself_and_its_ancestors_alo
     recover(tmp_path, ("me", "before"))
     assert names_in(tmp_path) == sorted([theirs.name, nobodys.name])
     assert {one.why for one in leftovers(tmp_path)} == {
-        "Its save was interrupted or runs; this file system has no locks."
+        "Its save was interrupted or still runs; this file system has no locks."
     }
     assert all(one.removable and one.stays for one in leftovers(tmp_path))
     with staging_directory(tmp_path / "checkpoint-7", "me") as staging:
@@ -445,7 +445,7 @@ def test_a_replaced_checkpoint_stays_if_what_has_its_name_is_not_one(tmp_path: P
     recover(tmp_path)
     assert value_of(aside) == 1
     (one,) = leftovers(tmp_path)
-    assert (one.why, one.removable, one.stays) == ("Something else is checkpoint-5.", False, True)
+    assert (one.why, one.removable, one.stays) == ("checkpoint-5 is something else now.", False, True)
 
 
 def test_two_processes_that_recover_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
@@ -499,7 +499,7 @@ def test_a_leftover_that_resists_stops_no_save(tmp_path: Path, monkeypatch: pyte
     if what == "cannot be locked":
         monkeypatch.setattr(os, "open", refuse)
         found = {one.path: one for one in leftovers(tmp_path)}
-        assert "It cannot be looked at: " in found[theirs].why
+        assert "It cannot be accessed: " in found[theirs].why
         assert (found[theirs].removable, found[theirs].stays) == (False, True)
         recover(tmp_path)
     else:

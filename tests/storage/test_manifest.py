@@ -191,8 +191,8 @@ def test_a_field_that_is_missing_is_refused(checkpoint: Path, field: str) -> Non
         ({"path": "a\0x"}, "not a plain relative path"),
         ({"path": MANIFEST_NAME}, "keeps for itself"),
         ({"size": -1}, "the size -1"),
-        ({"digest": "0" * 31}, "not of the right form"),
-        ({"digest": "A" * 32}, "not of the right form"),
+        ({"digest": "0" * 31}, "malformed checksum"),
+        ({"digest": "A" * 32}, "malformed checksum"),
     ],
 )
 def test_a_file_that_cannot_be_is_refused_by_writer_and_reader(

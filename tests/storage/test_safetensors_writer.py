@@ -85,7 +85,7 @@ def test_every_kind_of_buffer_is_taken(tmp_path: Path) -> None:
     [
         ([("a", "F32", (1,)), ("a", "F32", (1,))], {}, "'a' is taken"),
         ([("__metadata__", "F32", (1,))], {}, "'__metadata__' is taken"),
-        ([("a", "float32", (1,))], {}, "'float32' is an unknown tensor dtype"),
+        ([("a", "float32", (1,))], {}, "Unknown tensor dtype 'float32'"),
         ([("a", "F32", (2, -1))], {}, r"'a' has the shape \[2, -1\]"),
         ([("a\ud800", "F32", (1,))], {}, "not Unicode"),
         ([], {"a": 1}, r"__metadata__\['a'\] is not a string"),
