@@ -1,4 +1,4 @@
-"""``diff``: the differences of two checkpoints as text."""
+"""``diff``: print the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MOST_FIGURES = 10
-"""Maximum number of tensors that are shown with their figures as text."""
+"""Maximum number of tensors that are printed with figures."""
 _MANY_ULP = 1 << 12
-"""More than the rounding of a few operations."""
+"""More than a few operations can round."""
 
 
 def show(found: Difference, console: Console) -> None:
-    """Print the counts as a table, then every difference, indices folded."""
+    """Print a table of counts, then every difference with folded indices."""
     from rich.text import Text
 
     titles = {one.name: one.title for one in FORMATS}
@@ -43,14 +43,14 @@ def show(found: Difference, console: Console) -> None:
         )
     equal = sum(one.equal for one in found.roles.values())
     if found.equal:
-        verdict, summary = Text("equal", "bold green"), f"{count_text(equal, 'tensor')} the same bit for bit"
+        verdict, summary = Text("equal", "bold green"), f"{count_text(equal, 'tensor')} bitwise equal"
     else:
         verdict, summary = Text("not equal", "bold red"), _unequal_text(found, equal)
     console.print(Text.assemble(verdict, f": {summary}, {found.seconds:.2f} s"))
 
 
 def _unequal_text(found: Difference, equal: int) -> str:
-    """Return the sums of the table's columns, without those that are 0 beside "different"."""
+    """Return the totals of the table; zeros are omitted, except for "different"."""
     roles = found.roles.values()
     different = sum(len(one.different) for one in roles)
     sides = {"A": sum(len(one.only_in_a) for one in roles), "B": sum(len(one.only_in_b) for one in roles)}
@@ -60,7 +60,7 @@ def _unequal_text(found: Difference, equal: int) -> str:
 
 
 def _show_largest(found: Difference, console: Console) -> None:
-    """Print the figures of the tensors that are farthest apart, over all roles."""
+    """Print the figures of the tensors with the largest differences, over all roles."""
     from rich.text import Text
 
     rows = [(role, one, one.deviation) for role, roles in found.roles.items() for one in roles.different]
@@ -81,7 +81,7 @@ def _show_largest(found: Difference, console: Console) -> None:
 
 
 def _reasons(different: list[Different]) -> list[str]:
-    """Return every difference with its reason; states of one parameter with the same reason share a line."""
+    """Return one line per difference and reason; states of a parameter with the same reason share a line."""
     names: dict[str, list[str]] = {}
     for item in different:
         names.setdefault(item.reason, []).append(item.name)

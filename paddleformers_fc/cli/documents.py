@@ -1,6 +1,6 @@
-"""The JSON document of every command, as types; the site has a page of their keys, from the docstrings.
+"""The types of the commands' JSON documents; their docstrings generate a page of the site.
 
-Keys are not renamed or removed within a major version. New keys may be added, so a reader ignores unknown ones.
+Keys are not renamed or removed within a major version. New keys may be added, so readers must ignore unknown keys.
 """
 
 from __future__ import annotations
@@ -37,4 +37,4 @@ DOCUMENTS: dict[str, type[Any]] = {
 """The type of the document that a command prints if it succeeds; ``verify`` and ``train`` add the keys of an error."""
 
 FREE = {"register-path": "`custom_register_path`, the path of the file."}
-"""Commands whose document has no type of its own."""
+"""Commands whose documents have no type, with a description."""

@@ -1,4 +1,4 @@
-"""``explain``, ``aoa`` and ``families`` as text: the boxes and rules of a tensor, statements, declared families."""
+"""``explain``, ``aoa`` and ``families``: print the boxes and rules of a tensor, statements, or declared families."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def show(found: Explanation, console: Console) -> None:
-    """Print every tensor of the name with its boxes and rules."""
+    """Print every tensor with this name, its boxes and its rules."""
     from rich.text import Text
 
     console.print(Text(f"{found.name} in {found.path}", "bold"))
@@ -36,16 +36,16 @@ def show(found: Explanation, console: Console) -> None:
 
 
 def _box_text(box: BoxSource, tensor: ExplainedTensor) -> str:
-    """Return both ends of a box, its own side first, and where the bytes are."""
+    """Return both sides of a box, the tensor's own side first, and the location of its bytes."""
     stored, canonical = f"{box.stored} {box.stored_box}", f"{box.canonical} {box.canonical_box}"
     own, other = (
         (f"{box.canonical_box} (canonical)", f"{stored} (stored)")
         if tensor.side == CANONICAL
         else (f"{box.stored_box} (stored)", f"{canonical} (canonical)")
     )
-    turned = "" if list(box.axes) == sorted(box.axes) else f", axes {list(box.axes)}"
+    transposed = "" if list(box.axes) == sorted(box.axes) else f", axes {list(box.axes)}"
     shard = "" if box.shard == whole(tensor.shape) else f", in the shard {box.shard}"
-    return f"{own} = {other}{turned}  ({box.file} at byte {box.begin:,}{shard})"
+    return f"{own} = {other}{transposed}  ({box.file} at byte {box.begin:,}{shard})"
 
 
 def _rule_text(rule: Rule) -> str:
@@ -67,7 +67,7 @@ class FamilyFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         family: the ``model_type``.
-        classes: libraries of its model classes.
+        classes: libraries that have its model classes.
     """
 
     family: str
@@ -78,7 +78,7 @@ class FamilyTable(msgspec.Struct, frozen=True):
     """The families of this package.
 
     Attributes:
-        families: in order of their names.
+        families: the families, sorted by name.
     """
 
     families: list[FamilyFacts]
@@ -105,6 +105,6 @@ def show_statements(found: StatementList, console: Console) -> None:
     from rich.text import Text
 
     if found.toy_sizes is not None:
-        sys.stderr.write(f"Statements for the sizes of a toy: {sizes_text(found.toy_sizes)}\n")
+        sys.stderr.write(f"Statements for a toy model: {sizes_text(found.toy_sizes)}\n")
     for statement in found.aoa_statements:
         console.print(Text(statement), soft_wrap=True)

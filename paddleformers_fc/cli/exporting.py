@@ -1,6 +1,4 @@
-"""``export`` and ``convert``: a checkpoint as Hugging Face files, with one md5 by which exports are compared, or in
-another format.
-"""
+"""``export`` and ``convert``: write a checkpoint as Hugging Face files or in another format."""
 
 from __future__ import annotations
 
@@ -23,7 +21,12 @@ if TYPE_CHECKING:
 
 
 class ExportedFile(msgspec.Struct, frozen=True):
-    """One weight file: its name and its size in bytes."""
+    """A weight file.
+
+    Attributes:
+        name: the file name.
+        bytes: the size.
+    """
 
     name: str
     bytes: int
@@ -36,10 +39,10 @@ class Exported(msgspec.Struct, frozen=True):
         source: the checkpoint as it was named.
         path: the directory that was written.
         files: the weight files.
-        tensors: how many canonical tensors.
-        bytes: of those tensors.
-        md5: see :func:`.digest.weights_md5`.
-        seconds: how long it took, md5 included.
+        tensors: number of canonical tensors.
+        bytes: size of these tensors.
+        md5: digest of all names and weights, see :func:`.digest.weights_md5`.
+        seconds: duration, including the md5.
     """
 
     source: str
@@ -55,18 +58,18 @@ def export(source: AnyPath, target: AnyPath, verify: str, role: str, dtype: str,
     """Export a checkpoint.
 
     Args:
-        source: a finished flex checkpoint, or one of Paddle with a ``config.json`` in it.
+        source: a finished flex checkpoint, or Paddle's FlexCheckpoint with a ``config.json`` in it.
         target: the directory or URL to write; other files in it are kept.
         verify: as for :meth:`.api.Checkpoint.export`.
         role: likewise.
         dtype: likewise.
         options: its other options.
     Raises:
-        OptionError: the target is a checkpoint, or holds a model that may not be replaced.
-        FlexError: the source cannot be opened, proved or read, or the target not be written.
+        OptionError: the target is a checkpoint, or contains a model that may not be replaced.
+        FlexError: opening, proving or reading the source, or writing the target, has failed.
     """
     started = time.monotonic()
-    # Optimizer states may be gone where nothing is verified.
+    # Without verification, files of other roles may be missing.
     roles = {MODEL_STATE, role} | ({MASTER_WEIGHT} if dtype else set()) if verify == "off" else None
     checkpoint = paddleformers_fc.open(source, _level(verify), roles)
     report = checkpoint.export(target, verify=verify, role=role, dtype=dtype, **options)
@@ -82,12 +85,12 @@ def export(source: AnyPath, target: AnyPath, verify: str, role: str, dtype: str,
 
 
 def _level(verify: str) -> str:
-    """Return how a checkpoint is verified before it is opened: its bytes are compared while they are read."""
+    """Return the level at which to open a checkpoint; ``full`` then compares checksums while bytes are read."""
     return "size" if verify == "full" else verify
 
 
 def show(found: Exported, console: Console) -> None:
-    """Print a line per file, and the sum."""
+    """Print a line per file, and the total."""
     from rich.text import Text
 
     console.print(Text(found.path, "bold"))
@@ -98,7 +101,7 @@ def show(found: Exported, console: Console) -> None:
 
 
 def file_table(files: Iterable[ExportedFile]) -> Table:
-    """Return the files with their sizes, a line each."""
+    """Return a table of the files and their sizes."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
@@ -114,14 +117,14 @@ class Converted(msgspec.Struct, frozen=True):
 
     Attributes:
         source: the checkpoint as it was named.
-        source_format: its format.
+        source_format: the format of the source.
         path: the directory that was written.
-        format: its format.
-        step: optimizer steps done; None if neither has a record of a run.
+        format: the format that was written.
+        step: completed optimizer steps; None if the checkpoint does not record a run.
         roles: number of tensors by role.
-        files: the files of tensors.
-        bytes: of those tensors.
-        seconds: how long it took.
+        files: the files that contain tensors.
+        bytes: size of these tensors.
+        seconds: duration.
     """
 
     source: str
@@ -148,13 +151,13 @@ def convert(
         verify: likewise.
         options: its other options.
     Raises:
-        FlexError: the source cannot be opened, proved or read, or the target not be written.
+        FlexError: opening, proving or reading the source, or writing the target, has failed.
     """
     started = time.monotonic()
     checkpoint = paddleformers_fc.open(source, _level(verify), config=config)
     report = checkpoint.convert(target, format=format, config=config, verify=verify, **options)
     written, _ = conversion_target(format)
-    # Paddle's checkpoints at URLs are written and not read.
+    # Paddle's checkpoints can be written to URLs, but not read from there.
     job = paddleformers_fc.open(target).metadata.job if written.recognises(target) else None
     return Converted(
         source=str(source),
@@ -170,7 +173,7 @@ def convert(
 
 
 def show_converted(found: Converted, console: Console) -> None:
-    """Print a line per file, the roles, and the sum."""
+    """Print a line per file, the roles, and the total."""
     from rich.text import Text
 
     console.print(Text(found.path, "bold"))

@@ -1,9 +1,7 @@
-"""``inspect``: the facts of a directory as text, and its stored tensors, each with its shards.
+"""``inspect``, ``list`` and ``clean``: print a checkpoint and its tensors, or an output directory and its leftovers.
 
-Tensors that differ only in their indices and are stored alike are one entry, ``layers.{0...31}``, and an entry shows at
-most four shards. JSON output lists all of both.
-
-``list`` and ``clean``: the checkpoints of an output directory, and leftovers of interrupted saves, as text.
+Tensors with the same shards whose names differ only in indices share an entry, such as ``layers.{0...31}``, and an
+entry shows at most four shards. JSON output lists all tensors and shards.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def show_cleaned(found: Cleaned, console: Console) -> None:
-    """Print a line per directory, and the sum."""
+    """Print a line per directory, and the total."""
     from rich.text import Text
 
     console.print(Text(found.path, "bold"))
@@ -50,13 +48,13 @@ def show_cleaned(found: Cleaned, console: Console) -> None:
 
 
 def show_leftovers(found: list[LeftoverFacts], console: Console) -> None:
-    """Print every leftover with its size and its reason."""
+    """Print every leftover with its size and the reason why it is there."""
     for one in found:
         console.print(f"  {one.name}  {size_text(one.bytes)}: {one.why}")
 
 
 def show_listed(found: ListedFacts, console: Console) -> None:
-    """Print an output directory, and the local tier of its run on this machine."""
+    """Print an output directory and the local tier of its run on this machine."""
     show_output(found, console)
     if found.local is not None:
         console.print("\nlocal tier on this machine:")
@@ -64,12 +62,12 @@ def show_listed(found: ListedFacts, console: Console) -> None:
 
 
 def show_output(found: OutputFacts, console: Console) -> None:
-    """Print a row per checkpoint, why incomplete ones are incomplete, and the leftovers."""
+    """Print a row per checkpoint, the faults of incomplete ones, and the leftovers."""
     from rich.text import Text
 
     console.print(Text(found.path, "bold"))
-    headings = ("step", "ranks", "layout", "size", "saved (UTC)", "whole")
-    table = table_of("checkpoint", headings, left=("layout", "saved (UTC)", "whole"))
+    headings = ("step", "ranks", "layout", "size", "saved (UTC)", "complete")
+    table = table_of("checkpoint", headings, left=("layout", "saved (UTC)", "complete"))
     for one in found.checkpoints:
         state = Text("FAILED", "bold red") if one.fault else Text("OK", "green")
         step, ranks = "" if one.step is None else f"{one.step:,}", str(one.world_size or "")
@@ -84,14 +82,14 @@ def show_output(found: OutputFacts, console: Console) -> None:
     if found.leftovers:
         console.print("  leftovers (paddleformers-fc clean removes those that you confirm):")
         show_leftovers(found.leftovers, console)
-    whole = sum(not one.fault for one in found.checkpoints)
+    complete = sum(not one.fault for one in found.checkpoints)
     console.print(
-        f"{count_text(len(found.checkpoints), 'checkpoint')}, {whole} whole, "
+        f"{count_text(len(found.checkpoints), 'checkpoint')}, {complete} complete, "
         f"{size_text(sum(one.bytes for one in found.checkpoints))}; {count_text(len(found.leftovers), 'leftover')}"
     )
     below = [] if found.checkpoints else directories_below(Path(found.path))
     if below:
-        console.print("Directories below that contain checkpoints; list one of them:")
+        console.print("Subdirectories with checkpoints; list one of them:")
         for name in fold(below):
             console.print(Text(f"  {name}"), soft_wrap=True)
 
@@ -101,7 +99,7 @@ _SHOWN_FILES = 3
 
 
 def show_tensors(tensors: Iterable[TensorFacts], console: Console) -> None:
-    """Print tensors under the heading of their role; below each, a line per shard: its box in the tensor, its files."""
+    """Print tensors by role, and below each tensor a line per shard with its box and files."""
     from rich.text import Text
 
     for role, rows in groupby(_rows(tensors), key=itemgetter(0)):
@@ -116,11 +114,11 @@ def show_tensors(tensors: Iterable[TensorFacts], console: Console) -> None:
 
 
 def _rows(tensors: Iterable[TensorFacts]) -> Iterator[tuple[str, str, list[TensorFacts]]]:
-    """Role and folded name of every row, and its tensors, which are all stored alike."""
+    """Yield role, folded name and tensors of every row; the tensors of a row have the same shards."""
     groups: dict[tuple[object, ...], list[TensorFacts]] = {}
     for tensor in tensors:
-        places = tuple((piece.offset, piece.shape, piece.flat) for piece in tensor.pieces)
-        groups.setdefault((tensor.role, tensor.dtype, tensor.shape, places, _template(tensor.name)), []).append(tensor)
+        boxes = tuple((piece.offset, piece.shape, piece.flat) for piece in tensor.pieces)
+        groups.setdefault((tensor.role, tensor.dtype, tensor.shape, boxes, _template(tensor.name)), []).append(tensor)
     for alike in groups.values():
         names = fold((tensor.name for tensor in alike), limit=len(alike))
         if len(names) == 1:
@@ -138,12 +136,12 @@ def _shard_lines(alike: list[TensorFacts]) -> Iterator[str]:
     for index, piece in enumerate(first.pieces[:_SHOWN_SHARDS]):
         files = sorted({PurePosixPath(tensor.pieces[index].file).stem for tensor in alike})
         names = " or ".join(files) if len(files) <= _SHOWN_FILES else f"{len(files)} files"
-        yield f"{_place(piece, first.shape)}  {names}"
+        yield f"{_box_text(piece, first.shape)}  {names}"
     if len(first.pieces) > _SHOWN_SHARDS:
         yield f"and {len(first.pieces) - _SHOWN_SHARDS} more"
 
 
-def _place(piece: ShardFacts, shape: tuple[int, ...]) -> str:
+def _box_text(piece: ShardFacts, shape: tuple[int, ...]) -> str:
     box = "" if piece.shape == shape else str(shifted(piece.shape, piece.offset))
     if piece.flat is None:
         return box or "whole"
@@ -151,7 +149,7 @@ def _place(piece: ShardFacts, shape: tuple[int, ...]) -> str:
 
 
 _MOST_DIFFERENCES = 20
-"""Maximum number of lines about replicas that differ, as text."""
+"""Maximum number of printed lines about replicas that differ."""
 
 
 def show(found: Inspection, console: Console, files: str = "on disk") -> None:
@@ -196,7 +194,7 @@ def _headline(found: Inspection, files: str) -> list[tuple[str, str]]:
                 ("run", job.run + "".join(f", from step {one.step} of {one.run}" for one in job.branches[-1:]))
             )
         if job.differing_replicas:
-            head = "ranks held different numbers of the same part of a tensor; one version of each is stored:"
+            head = "ranks had different values of the same part of a tensor; one version of each is stored:"
             lines.append(("replicas", _differences_text(head, job.differing_replicas)))
         if job.diverged_ties:
             head = "copies of tied tensors differ; an automatic resume skips this checkpoint:"

@@ -1,4 +1,4 @@
-"""``plan``: the forecast of a load as text."""
+"""``plan``: print the forecast of a load, or write it as a page for a browser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHOWN = 24
 
 
 def read_aoa_config(file: Path) -> Mapping[str, object]:
-    """Return the ``aoa_config`` of a training configuration, or of a file with nothing else.
+    """Return the ``aoa_config`` of a training configuration, or of a file that contains only statements.
 
     Raises:
         OptionError: the file contains no statements.
@@ -55,13 +55,13 @@ def write_page(file: Path, found: PlanFlows, ranks_per_node: int) -> None:
         found: the plan.
         ranks_per_node: how ranks are grouped.
     Raises:
-        OptionError: the file exists and is no such page, or there is no directory for it.
-        StorageError: the operating system refused.
+        OptionError: the file exists and is not such a page, or its directory does not exist.
+        StorageError: writing has failed.
     """
     template = Path(__file__).with_name("plan_report.html").read_text(encoding="utf-8")
     _check_is_plan(file, template.partition("</title>")[0].encode())
     document = {**msgspec.to_builtins(found), "ranks_per_node": ranks_per_node}
-    # Names come from disks: none may end the element that contains them.
+    # Tensor names are untrusted: they must not close the script element.
     text = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
     page = template.replace("@DATA@", text, 1).encode("utf-8", "backslashreplace")
     partial = file.with_name(f".{file.name}.part")
@@ -74,10 +74,12 @@ def write_page(file: Path, found: PlanFlows, ranks_per_node: int) -> None:
 
 
 def _check_is_plan(file: Path, page_begin: bytes) -> None:
-    """Refuse to replace a file that no plan was written to, such as one of a checkpoint."""
+    """Check that a file may be replaced: it does not exist, or is the page of a plan."""
     if not is_directory(file.parent):
         raise OptionError(
-            f"There is no directory {file.parent}.", where=f"--html {file}", next_step="Make it, or name another file."
+            f"Directory {file.parent} does not exist.",
+            where=f"--html {file}",
+            next_step="Create it, or name another file.",
         )
     if exists(file) and _begin_of(file, len(page_begin)) != page_begin:
         raise OptionError(
@@ -100,9 +102,9 @@ def show(found: GridPlan, console: Console) -> None:
     facts = {
         "ranks": f"{found.world_size:,}, {found.dtype}",
         "held": f"{size_text(found.bytes)} by all ranks together",
-        "read": f"{size_text(found.read)}, {found.amplification:.3g} times what is held",
+        "read": f"{size_text(found.read)}, {found.amplification:.3g} times the bytes held",
         "boxes": f"{found.items:,}, each a part of a stored tensor that one rank reads",
-        "peak": f"{size_text(found.peak)} on the rank that needs most: what it holds, and scratch memory to read it",
+        "peak": f"{size_text(found.peak)} on the rank that needs most: its tensors, and scratch memory to read them",
     }
     console.print(facts_table(facts.items()))
     console.print()
@@ -122,7 +124,7 @@ def show(found: GridPlan, console: Console) -> None:
 
 
 def _alike(ranks: Iterable[RankForecast]) -> list[tuple[str, RankForecast]]:
-    """Group neighbouring ranks with the same numbers into one row."""
+    """Merge consecutive ranks with the same numbers into one row."""
     rows: list[tuple[int, RankForecast]] = []
     for rank in ranks:
         first, last = rows[-1] if rows else (rank.rank, None)

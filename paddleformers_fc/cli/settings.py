@@ -1,7 +1,7 @@
-"""Read the settings of a training: a YAML or JSON file of PaddleFormers, and the overrides of the command line.
+"""Read training settings: a YAML or JSON file of PaddleFormers, and overrides on the command line.
 
-YAML is read as PaddleFormers reads it, with two differences: errors name the file, and duplicate keys are refused.
-PyYAML silently keeps the last of two equal keys, so that a run would differ from the visible settings.
+YAML is read as PaddleFormers reads it, except that errors name the file and that duplicate keys are errors. PyYAML
+silently keeps the last of two equal keys.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def read_settings(config: Path) -> dict[str, Any]:
     """Return the keys of a configuration file as PaddleFormers' command line reads it.
 
     Raises:
-        OptionError: it is neither YAML nor JSON, or not a mapping.
-        CheckpointError, StorageError: it is missing, too long, or cannot be read.
+        OptionError: the file is neither YAML nor JSON, or not a mapping.
+        CheckpointError, StorageError: the file is missing, too long, or cannot be read.
     """
     raw = read_document(config)
     try:
@@ -48,10 +48,10 @@ def read_settings(config: Path) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values of ``key=value`` arguments; a value is YAML.
+    """Parse ``key=value`` arguments, whose values are YAML.
 
     Raises:
-        OptionError: arguments without a key or without ``=``.
+        OptionError: an argument has no key, no ``=``, or an invalid value.
     """
     pairs = [(text, *text.partition("=")) for text in overrides]
     wrong = [text for text, key, equals, _ in pairs if not key or not equals]
@@ -72,13 +72,13 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """The loader of ``yaml.safe_load``, with duplicate keys refused."""
+    """The loader of ``yaml.safe_load`` that rejects duplicate keys."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        """Compose a mapping as written. Merged keys (``<<``), which an own key may replace, are added later.
+        """Compose a mapping. Merged keys (``<<``) may be overridden, and are added only later.
 
         Raises:
-            ConstructorError: a duplicate key, with both places.
+            ConstructorError: a duplicate key, with both positions.
         """
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         first: dict[tuple[str, str], yaml.Node] = {}
@@ -88,7 +88,7 @@ class _Loader(yaml.SafeLoader):
             earlier = first.setdefault((key.tag, key.value), key)
             if earlier is not key:
                 raise yaml.constructor.ConstructorError(
-                    f"the key {key.value} is there", earlier.start_mark, "and again", key.start_mark
+                    f"duplicate key {key.value}: first", earlier.start_mark, "and again", key.start_mark
                 )
         return node
 
@@ -112,7 +112,7 @@ def _load_yaml(text: str, name: str, kind: type[_Loader] = _Loader) -> Any:
         name: its name in errors.
         kind: the loader.
     Raises:
-        yaml.YAMLError: it cannot be read, or has a duplicate key.
+        yaml.YAMLError: the document is invalid, or has a duplicate key.
     """
     stream = io.StringIO(text)
     stream.name = name

@@ -1,4 +1,4 @@
-"""``verify`` and ``doctor``: the checks of a checkpoint, and the diagnosis, as text."""
+"""``verify`` and ``doctor``: print the checks of a checkpoint, or a diagnosis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paddleformers_fc.formats.checkpoint import UNCOMPARED, Check
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paddleformers_fc.trainer.diagnosis import Diagnosis  # It looks for the installed libraries.
+    from paddleformers_fc.trainer.diagnosis import Diagnosis  # Importing it looks up the installed libraries.
 
 
 def show(outcome: Verification, console: Console) -> None:
@@ -21,7 +21,7 @@ def show(outcome: Verification, console: Console) -> None:
     from rich.text import Text
 
     console.print(Text(outcome.path, "bold"))
-    # The error below lists the faults once.
+    # The error that follows lists the faults.
     shown = [one if one.passed else msgspec.structs.replace(one, detail="see below") for one in outcome.checks]
     show_checks(shown, console, outcome.not_checked)
     for line in outcome.cannot_be_checked:
@@ -34,7 +34,7 @@ def show(outcome: Verification, console: Console) -> None:
 
 
 def show_checks(checks: Iterable[Check], console: Console, not_checked: Iterable[str] = ()) -> None:
-    """Print a line per check, with its result."""
+    """Print a line per check and its result."""
     from rich.table import Table
     from rich.text import Text
 
@@ -49,7 +49,7 @@ def show_checks(checks: Iterable[Check], console: Console, not_checked: Iterable
 
 def _verdict(outcome: Verification) -> tuple[str, str]:
     if outcome.passed and any(line.startswith(UNCOMPARED) for line in outcome.cannot_be_checked):
-        return "no fault found, and bytes could not be compared", "bold yellow"
+        return "no fault found, but bytes could not be compared", "bold yellow"
     if outcome.passed:
         return "OK", "bold green"
     if all(check.passed for check in outcome.checks):
@@ -58,7 +58,7 @@ def _verdict(outcome: Verification) -> tuple[str, str]:
 
 
 def show_diagnosis(found: Diagnosis, console: Console) -> None:
-    """Print versions, a line per check, what a resume skips, and the known faults of the installed versions."""
+    """Print versions, a line per check, checkpoints that a resume skips, and known faults of the installed versions."""
     from rich.text import Text
 
     versions = [f"{one.name} {one.version or 'not installed'}" for one in found.packages]

@@ -44,7 +44,7 @@ def test_the_text_shows_which_are_whole_and_counts_leftovers(output_dir: Path) -
     assert "tp=2" in rows["checkpoint-3"]
     assert rows["checkpoint-3"].split()[-1] == "OK"
     assert {rows[name].split()[-1] for name in ("checkpoint-5", "checkpoint-9")} == {"FAILED"}
-    assert lines[-1].startswith("3 checkpoints, 1 whole, ")
+    assert lines[-1].startswith("3 checkpoints, 1 complete, ")
     assert lines[-1].endswith("; 1 leftover")
     assert any("A running save uses it." in line for line in lines)
 
@@ -64,7 +64,7 @@ def test_a_parent_of_output_directories_names_them(output_dir: Path, tmp_path_fa
     lines = run("list", parent).out.splitlines()
     assert lines[1].startswith("0 checkpoints, ")
     assert lines[2:] == [
-        "Directories below that contain checkpoints; list one of them:",
+        "Subdirectories with checkpoints; list one of them:",
         "  runs/first",
         "  second",
     ]

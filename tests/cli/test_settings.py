@@ -47,7 +47,7 @@ def test_a_duplicate_key_of_a_yaml_is_refused_with_both_lines(tmp_path: Path) ->
         with pytest.raises(OptionError) as caught:
             read_settings(path)
         message = caught.value.render()
-        assert f"the key {'seed' if 'seed' in text else 'd'} is there" in message
+        assert f"duplicate key {'seed' if 'seed' in text else 'd'}: first" in message
         lines = (2, 4) if "seed" in text else (3, 5)
         assert all(f'in "job.yaml", line {line}, column' in message for line in lines)
 
