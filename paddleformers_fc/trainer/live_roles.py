@@ -1,15 +1,14 @@
-"""The live tensors of a run by role, which a save writes and a load fills.
+"""The live tensors of a run by role, which saves write and loads fill.
 
 Model and optimizer describe their shards (``sharded_state_dict``), and this module sorts them into roles. Paddle
-creates optimizer states in the first step, so a load creates them first; its values overwrite them.
+creates optimizer states in the first step, so a load creates them before it fills them.
 
-Fused buffers of Paddle's ``fully_shard``, which PaddleFormers' Trainer uses in its semi-automatic mode.
+In semi-automatic mode PaddleFormers' Trainer uses Paddle's ``fully_shard``, which moves the parameters into padded
+buffers and gives each rank along the axis ``dp`` an equal range. The optimizer updates the buffers, so its states have
+the names and lengths of buffers. Here a parameter or state is a range of a buffer, like a flattened shard under
+sharding stage 1.
 
-``fully_shard`` copies the parameters into padded buffers, of which each rank along the axis ``dp`` has an equal range,
-and clears them between uses. The optimizer updates the buffers: its states have their names and lengths. A parameter
-and its states are here ranges of the buffers, as flattened shards under sharding stage 1 are.
-
-Time and memory: a view and a description per parameter and state; no copy and no communication.
+Time and memory: a view and a description per parameter and state; no copies and no communication.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ class BufferRange(msgspec.Struct, frozen=True):
     """This rank's range of a parameter in a buffer.
 
     Args:
-        name: of the parameter in the model.
-        shape: of the parameter.
-        begin: index of its first element on this rank, in the parameter.
-        end: index behind the last.
-        start: index of the first element in this rank's part of the buffer.
+        name: name of the parameter in the model.
+        shape: shape of the parameter.
+        begin: index of the first element of the range, in the parameter.
+        end: index after the last element of the range, in the parameter.
+        start: index of the first element of the range, in this rank's part of the buffer.
     """
 
     name: str
@@ -55,7 +54,7 @@ class BufferRange(msgspec.Struct, frozen=True):
     start: int
 
     def of(self, key: str, buffer: Any) -> Any:
-        """Return the range of a tensor of the buffer's length as a ``ShardedWeight``."""
+        """Return this range of the buffer, or of a state of the same length, as a ``ShardedWeight``."""
         own = buffer._slice(self.start, self.start + self.end - self.begin).detach()
         return ShardedWeight(
             key, own, self.shape, self.shape, (0,) * len(self.shape), True, slice(self.begin, self.end)
@@ -63,26 +62,26 @@ class BufferRange(msgspec.Struct, frozen=True):
 
 
 def context_of(model: Any) -> Any:
-    """Return the buffers of a model; None if it has none."""
+    """Return the ``fully_shard`` context of a model; None if it has no buffers."""
     found = get_fsdp_context()
     return found if found is not None and found.model is model else None
 
 
 def buffers(context: Any, names: Mapping[str, str]) -> Iterator[tuple[Any, list[BufferRange]]]:
-    """Yield the part of this rank of every buffer, and its ranges of parameters.
+    """Yield this rank's part of every buffer, with its ranges of parameters.
 
     Args:
         context: see :func:`context_of`.
-        names: names of the parameters in the model by their static names.
+        names: static name -> name of the parameter in the model.
     Raises:
-        OptionError: the buffers are divided among other ranks than those along ``dp``.
+        OptionError: the mesh has other axes than ``dp``.
     """
     mesh = context.mesh
     if len(mesh.process_ids) != context.buffer_manager._fsdp_group.nranks:
         raise OptionError(
             "flex_checkpoint: true does not support tensor parallelism of the semi-automatic mode.",
             where="enable_auto_parallel: true",
-            evidence=[f"mesh {mesh.dim_names} of shape {mesh.shape}: Paddle 3.3.1 divides buffers by the ranks of dp"],
+            evidence=[f"mesh {mesh.dim_names} of shape {mesh.shape}: Paddle 3.3.1 shards buffers along dp only"],
             next_step="Set tensor_model_parallel_size: 1, or remove enable_auto_parallel.",
         )
     rank = mesh.process_ids.index(dist.get_rank())
@@ -110,7 +109,7 @@ def roles_of(
     Args:
         context: see :func:`context_of`.
         names: as for :func:`buffers`.
-        states: states by the name of their buffer.
+        states: states by buffer name.
     """
     found: dict[str, dict[str, Any]] = {}
     for buffer, ranges in buffers(context, names):
@@ -126,22 +125,22 @@ def roles_of(
 
 
 def static_names(context: Any) -> set[str]:
-    """Return the static names of the parameters in buffers."""
+    """Return the static names of the parameters that are in buffers."""
     return set(context.buffer_manager.param_to_buffer_id)
 
 
 def forget_gathered(context: Any) -> None:
-    """Let the next use of every parameter gather it again, after its buffer is filled."""
+    """Mark all gathered parameters as stale, so that they are gathered again after the buffers are filled."""
     context.comm_manager.reset_params_buffer_status()
 
 
 def create_buffer_states(context: Any, optimizer: Any, stored: Collection[str]) -> None:
-    """Create the states of all trained buffers, as the first step would. Existing states stay.
+    """Create the states of all trained buffers, as the first step would.
 
     Args:
         context: see :func:`context_of`.
         optimizer: the optimizer with the Trainer's wrappers.
-        stored: names of the stored states; without any, none is created.
+        stored: names of the stored states; if empty, nothing is created.
     """
     block = paddle.base.framework.default_main_program().global_block()
     innermost(optimizer)._accumulators_holder = {}
@@ -161,7 +160,7 @@ def receives_in_passes(args: Any) -> bool:
     """Return whether ranks receive updated weights during the next forward pass.
 
     Args:
-        args: training arguments; PaddleNLP's have the options as words of one text.
+        args: training arguments; PaddleNLP's have the options as words of one string.
     """
     words = str(getattr(args, "sharding_parallel_config", "")).replace(",", " ").split()
     return any(getattr(args, name, False) or f"enable_{name}" in words for name in _OVERLAPPING)
@@ -170,11 +169,11 @@ def receives_in_passes(args: Any) -> bool:
 def wait_for_weights(args: Any = None) -> None:
     """Wait for all work that may write to live tensors, before they are read or filled outside of passes.
 
-    The stream of the computation is not enough: a broadcast that overlaps passes runs on one of its own, and orders
-    itself before the computation when a layer is used next. On a CPU only such a broadcast can be under way.
+    Waiting for the compute stream is not enough: an overlapped broadcast has its own stream, and synchronizes with the
+    compute stream only when a layer is next used. On CPUs only such broadcasts run asynchronously.
 
     Args:
-        args: training arguments; None in a loop without them.
+        args: training arguments; None in a loop without a Trainer.
     """
     if receives_in_passes(args) or not paddle.device.get_device().startswith("cpu"):
         paddle.device.synchronize()
@@ -190,16 +189,16 @@ def model_roles(model: Any) -> LiveRoles:
 
 
 def release_full_parameters(model: Any) -> None:
-    """Release memory beside the slices and buffers that a rank holds, before these are filled. Every rank must call."""
+    """Release gathered parameters before this rank's slices and buffers are filled. Every rank must call."""
     context = context_of(model)
     if context is not None:
         forget_gathered(context)
-    # Also those that no checkpoint fills: the zeros would overwrite them.
+    # Also parameters that no checkpoint fills: the zeros that PaddleFormers allocates would overwrite their slices.
     optimizers.release(model.parameters())
 
 
 def drop_gradients(model: Any, optimizer: Any) -> None:
-    """Clear the gradients of an unfinished step.
+    """Clear the gradients of an aborted step.
 
     Args:
         model: the model as it was built, not its parallel wrapper.
@@ -207,13 +206,13 @@ def drop_gradients(model: Any, optimizer: Any) -> None:
     """
     weights = description.saved_weights(model, sharded_weights(model))
     if optimizers.any_sliced(weights):
-        optimizers.drop_gradients(weights)  # Stage 3's own way fails where a parameter has none.
+        optimizers.drop_gradients(weights)  # Stage 3's clear_grad fails if a parameter has no gradient.
     else:
         optimizer.clear_grad()
 
 
 def base_weights(model: Any) -> dict[str, Any]:
-    """Return the weights of a model with adapters that its checkpoints leave out."""
+    """Return the weights of a model with adapters that its checkpoints do not contain."""
     weights = sharded_weights(model)
     saved = description.saved_weights(model, weights)
     return {name: weight for name, weight in weights.items() if name not in saved}
@@ -227,18 +226,18 @@ def sharded_weights(model: Any) -> dict[str, Any]:
 
 
 def run_roles(model: Any, optimizer: Any, may_expect: bool = False) -> LiveRoles:
-    """Return the weights of a model and the states of its optimizer, as :meth:`LiveModel.roles`."""
+    """Return the weights of a model and the states of its optimizer; see :meth:`LiveModel.roles`."""
     return LiveModel(model, optimizer).roles(may_expect)
 
 
 class LiveModel:
-    """A model, and its optimizer, that describe their own shards; the parameters are described once.
+    """A model and its optimizer as a source of live tensors. The description of the parameters is cached.
 
     Args:
         model: any layer with ``sharded_state_dict`` as it was built, not its parallel wrapper.
-        optimizer: the optimizer over its parameters, with all wrappers; None for the weights alone.
-        described: the description of the model; by default it is made when tied names are needed.
-        place_master: moves a master weight in place to where the run keeps it between steps.
+        optimizer: the optimizer over its parameters, with all wrappers; None for the weights only.
+        described: the description of the model; created on demand by default.
+        place_master: moves a master weight in place to where the run keeps it between steps, such as host memory.
     """
 
     def __init__(
@@ -258,20 +257,17 @@ class LiveModel:
 
     @cached_property
     def is_global(self) -> bool:
-        """Return whether the parameters are those of semi-automatic parallelism."""
+        """Return whether the model uses semi-automatic parallelism."""
         return dist_tensors.is_semi_auto(self.model)
 
     @cached_property
     def _parameters(self) -> dict[str, Any]:
-        """The model's tensors by name, described as whole even if stage 3 has released them.
-
-        Those of a base under adapters are left out.
-        """
+        """The tensors that a checkpoint contains, by name, with their full shapes even if stage 3 has released them."""
         return description.saved_weights(self.model, sharded_weights(self.model))
 
     @cached_property
     def owners(self) -> dict[str, Any]:
-        """The parameters without aliases of tied ones, so that states are named after the owner.
+        """The parameters without aliases of tied parameters, so that states are named after the owner.
 
         Paddle would name them after the name that sorts first.
         """
@@ -297,7 +293,7 @@ class LiveModel:
             may_expect: as for :func:`.optimizers.sharded_states`.
 
         Raises:
-            MismatchError: the optimizer has a state of no parameter of the model.
+            MismatchError: the optimizer has a state for a parameter that is not in the model.
         """
         if self.is_global:
             return _semi_auto_roles(self.model, self.optimizer, tied(self.model, self._described))
@@ -308,7 +304,7 @@ class LiveModel:
             states = _states(self.optimizer, self.owners, may_expect)
         except KeyError as error:
             raise MismatchError(
-                "The optimizer has a state of no parameter of the model.",
+                "The optimizer has a state for a parameter that is not in the model.",
                 where=type(self.optimizer).__name__,
                 evidence=[f"{type(error).__name__}: {error}"],
                 next_step="Use an optimizer over parameters of this model only.",
@@ -318,7 +314,7 @@ class LiveModel:
         return {role: weights for role, weights in roles.items() if weights or role == MODEL_STATE}
 
     def trained_in_half(self) -> frozenset[str]:
-        """Return the names of trained parameters of this rank for which the optimizer keeps master weights."""
+        """Return the names of this rank's trained 16-bit parameters, if the optimizer keeps master weights."""
         if self.optimizer is None or not getattr(innermost(self.optimizer), "_multi_precision", False):
             return frozenset()
         return frozenset(
@@ -328,9 +324,9 @@ class LiveModel:
         )
 
     def prepare(self, stored: Collection[str]) -> None:
-        """Release gathered parameters, and create the states of parameters of this rank that have stored states.
+        """Release gathered parameters, and create the states of this rank's parameters that have stored states.
 
-        Other parameters, which were frozen or never had a gradient, get none.
+        Other parameters, which were frozen or never had a gradient, get no states.
 
         Args:
             stored: names of stored states in the model, such as ``model.norm.weight.moment1_0``.
@@ -346,14 +342,14 @@ class LiveModel:
 
 
 def _semi_auto_roles(model: Any, optimizer: Any, aliases: Collection[str]) -> LiveRoles:
-    """Return the tensors of semi-automatic parallelism; without an optimizer the weights alone."""
+    """Return the tensors of semi-automatic parallelism; without an optimizer only the weights."""
     weights, context = model.state_dict(), context_of(model)
     if context is not None:
         return _buffered_roles(context, weights, optimizer, aliases)
     states: dict[str, Any] = {}
     if optimizer is not None:
         optimizers.check_states_saved(innermost(optimizer))
-        # The state dict of the wrapper would create states by a step, which changes weights.
+        # The wrapper's state_dict would create states with a step, which changes weights.
         states = innermost(optimizer).state_dict()
     return dist_tensors.roles_of({"model": weights, "optimizer": states}, aliases)
 
@@ -365,7 +361,7 @@ def _buffered_roles(context: Any, weights: dict[str, Any], optimizer: Any, alias
     names = {weights[name].name: name for name in sorted(weights, reverse=True) if name not in aliases}
     buffered = static_names(context)
     found = roles_of(context, names, states)
-    # Such as buffers of layers.
+    # The rest, such as layer buffers, is not in fused buffers.
     others = dist_tensors.roles_of({name: one for name, one in weights.items() if one.name not in buffered})
     return {**found, MODEL_STATE: {**others[MODEL_STATE], **found.get(MODEL_STATE, {})}}
 
@@ -381,8 +377,8 @@ def _states(optimizer: Any, weights: dict[str, Any], may_expect: bool) -> dict[s
 def _own_parameters(optimizer: GroupShardedOptimizerStage2, weights: dict[str, Any]) -> set[str]:
     """Return the names of the parameters that this rank updates for all ranks in stage 2.
 
-    If an adjacent parameter had no gradient, Paddle leaves a rank gradients of parameters of other ranks, and creates
-    states for them. The broadcast of the owner overwrites their results, so these states are not saved.
+    If an adjacent parameter had no gradient, Paddle leaves gradients of other ranks' parameters on a rank and creates
+    states for them. The owner's broadcast overwrites the results, so these states are not saved.
     """
     own = {parameter.name for parameter in optimizer._segment_params()[optimizer._rank]}
     return {name for name, weight in weights.items() if weight.local_tensor.name in own}
@@ -392,7 +388,7 @@ def trained_without_states(live: LiveModel, stored: Collection[str]) -> list[str
     """Return the names of trained parameters of this rank that have no stored state.
 
     Args:
-        live: the model.
+        live: the live model.
         stored: as for :meth:`LiveModel.prepare`.
     """
     parameters = set(map(parameter_of_state, stored))
@@ -401,10 +397,9 @@ def trained_without_states(live: LiveModel, stored: Collection[str]) -> list[str
 
 
 def tied(model: Any, described: ModelDescription | None = None) -> dict[str, str]:
-    """Return the owner of every alias of a model that is mapped if it ties its word embeddings."""
+    """Return alias -> owner of the tied tensors of a model; empty for a model without a configuration."""
     return model_ties(described or describe_model(model)) if hasattr(model, "config") else {}
 
 
 def parameter_of_state(state: str) -> str:
-    """Return the name of the parameter of a state."""
     return state.rpartition(".")[0]

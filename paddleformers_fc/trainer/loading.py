@@ -1,15 +1,8 @@
-"""Resume: the methods of PaddleFormers' Trainer that load, one function each.
+"""Resume: replacements for the methods of PaddleFormers' Trainer that load, one function each.
 
 They choose the checkpoint, load weights and states, and continue the data where the checkpoint ended. The training loop
-is PaddleFormers' own. It receives no checkpoint, because state, data position and random state are restored here. Work
-that can fail on one rank alone runs inside an agreement helper.
-
-Set PaddleFormers' variable of the step before batches are made.
-
-PaddleFormers 1.2.0 sets ``TRAINER_GLOBAL_STEP`` in each step of its training loop, for the first time while the thread
-of the data loader makes batches. A new name may move the table of the environment, and that thread reads the table
-without a lock: Hugging Face's tokenizers read ``TOKENIZERS_PARALLELISM`` at each text. Rarely, that is a segmentation
-fault. A new value of a known name moves nothing.
+is PaddleFormers' own. It gets no checkpoint, because the Trainer's state, the data position and the random state are
+restored here. Work that can fail on a single rank runs in a helper that makes all ranks raise the error.
 """
 
 from __future__ import annotations
@@ -84,16 +77,18 @@ from paddleformers_fc.trainer.options import local_dir
 from paddleformers_fc.trainer.session import WAITING, Loaded, Native, Run, Session, read_options, session_of
 from paddleformers_fc.trainer.tiers import Tier, unused_tier
 
-NAME = "TRAINER_GLOBAL_STEP"
 
+def _define_step_variable(step: int) -> None:
+    """Define the environment variable of PaddleFormers' loop, before a data loader has threads.
 
-def begin(step: int) -> None:
-    """Set the variable, before a data loader has threads.
+    PaddleFormers 1.2.0 sets ``TRAINER_GLOBAL_STEP`` in each step. In the first step a loader thread may be reading the
+    environment without a lock (Hugging Face's tokenizers look up ``TOKENIZERS_PARALLELISM`` for each text), and adding
+    a variable may move the environment, which rarely crashes the process. Changing an existing variable is safe.
 
     Args:
         step: number of finished steps.
     """
-    os.environ[NAME] = str(step)
+    os.environ["TRAINER_GLOBAL_STEP"] = str(step)
 
 
 def train(
@@ -102,10 +97,10 @@ def train(
     resume_from_checkpoint: str | bool | None = None,
     ignore_keys_for_eval: list[str] | None = None,
 ) -> Any:
-    """``Trainer.train``: ``True`` becomes the path of the newest finished checkpoint.
+    """Replace ``Trainer.train``: choose the checkpoint, of which ``True`` requests the newest finished one.
 
     Raises:
-        NotACheckpoint: there is none, or the named directory is not one.
+        NotACheckpoint: there is no checkpoint, or the named directory is not a checkpoint.
         FlexError: as :func:`.startup.check`, before the first step.
     """
     session = session_of(trainer)
@@ -131,7 +126,7 @@ def train(
 
 
 def _warn_of_leftovers(session: Session) -> None:
-    """List, on one rank per node, what other saves have left or use and the next save does not delete."""
+    """Warn, on ranks that log, of directories of other saves that the next save does not delete."""
     places = _places(session)
     if not session.args.should_log:
         return
@@ -141,18 +136,18 @@ def _warn_of_leftovers(session: Session) -> None:
         return  # The first save raises it.
     for place in dict.fromkeys(path for path, _ in found):
         session.warn(
-            f"{place} has leftovers of other saves. paddleformers-fc clean {place} removes those that you confirm.",
+            f"{place} contains directories of other saves. Review and remove them with paddleformers-fc clean {place}:",
             (f"{place}/{one.name}, {size_text(one.bytes)}: {one.why}" for path, one in found if path == place),
         )
 
 
 def _places(session: Session) -> dict[str, Path]:
-    """Return the directories that a run saves into, as for :func:`.manifest.names_in`."""
+    """Return the directories that a run saves to, as for :func:`.manifest.names_in`."""
     return resume.places_of(Path(session.args.output_dir), local_dir(session.args))
 
 
 def _search(session: Session) -> resume.Search:
-    """Return where the newest checkpoint of a run is looked for."""
+    """Return the search for the newest checkpoint of a run."""
     return resume.Search(
         Path(session.args.output_dir),
         session.channel,
@@ -164,19 +159,19 @@ def _search(session: Session) -> resume.Search:
 
 
 def _choose(args: Any, requested: str | bool | None, search: resume.Search) -> resume.Choice | None:
-    """Open the checkpoint to resume.
+    """Choose the checkpoint to resume; None to start from the beginning.
 
     Args:
         args: the training arguments.
-        requested: by the training.
-        search: for the newest one.
+        requested: the argument of ``Trainer.train``.
+        search: the search for the newest checkpoint.
     """
     if getattr(args, "looks_for_last_checkpoint", False):
         if args.resume_from_checkpoint is None and not args.overwrite_output_dir:
-            # The command line requests the newest directory, or None on a node whose disk is empty. All ranks must
-            # decide together, so its request is ignored.
+            # The command line requests the newest directory, or None on a node with an empty disk. This request is
+            # ignored, because all ranks must decide together.
             return resume.newest_or_begin(search)
-        # Its preference training requests that directory, or none, even if a user named another one.
+        # Preference training requests the newest directory, or None, even if a user named another checkpoint.
         requested = args.resume_from_checkpoint
     if not requested:
         return None
@@ -186,7 +181,7 @@ def _choose(args: Any, requested: str | bool | None, search: resume.Search) -> r
 
 
 def _begin_new_run(session: Session, saved: Sequence[lineage.Saved] | None = None) -> None:
-    """Identify a run from the beginning, and warn of checkpoints of other runs in its output directory."""
+    """Create the record of a new run, and warn of checkpoints of other runs in its output directory."""
     output_dir = Path(session.args.output_dir)
     session.run.record = lineage.new_run()
     saved = lineage.saved_in(_places(session), session.channel) if saved is None else saved
@@ -194,14 +189,14 @@ def _begin_new_run(session: Session, saved: Sequence[lineage.Saved] | None = Non
 
 
 def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
-    """``Trainer._load_flex_checkpoint``: fill model and optimizer, and restore the Trainer's state.
+    """Replace ``Trainer._load_flex_checkpoint``: fill model and optimizer, and restore the Trainer's state.
 
     Raises:
-        FlexError: the same on every rank. If it was found while tensors were filled, the model is marked as undefined;
-            see :mod:`.base_fingerprint`.
+        FlexError: the same on every rank. If tensors were already being filled, the model is marked as undefined; see
+            :mod:`.base_fingerprint`.
     """
     session = session_of(trainer)
-    if not session.run.ran:  # Called by a script, not by train.
+    if not session.run.ran:  # A script called this method, not train.
         session.run = Run(describe_model(trainer.model))
     args, choice = session.args, _choice_of(session, resume_from_checkpoint)
     timer = PhaseTimer({"open": choice.seconds})
@@ -209,11 +204,11 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         logger.info(f"Resuming from {choice.path}")
     with measured_transfers() as transfers, sonic_moe.filled_from_run(trainer):
         session.run.model = describe_model(trainer.model)
-        ready, report = _fill_usable(session, choice, timer)
+        ready, report = _fill_chosen(session, choice, timer)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = checkpoint.catalog.root
     documents.take_over(trainer.model, checkpoint.config, checkpoint.held.get(documents.GENERATION))
-    _drop_unfinished_step(session)
+    _discard_aborted_step(session)
     stored = ready.names.of(checkpoint.catalog.roles.get(OPTIMIZER_STATE, {}))
     session.run.loaded = Loaded(
         directory, checkpoint.manifest, report.changes, progress, ready.generators, frozenset(stored)
@@ -235,13 +230,13 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
         phases=timer.phases(report.phases.slowest),
     )
     session.report_loaded(loaded)
-    _report_foreign(args, checkpoint, progress is not None)
+    _report_missing_content(args, checkpoint, progress is not None)
     if progress is None:
         session.warn(position.changes_text(checkpoint.manifest.step, report.changes))
 
 
-def _report_foreign(args: Any, checkpoint: OpenedCheckpoint, continued: bool) -> None:
-    """Report what a checkpoint of another format does not contain of the run that is continued."""
+def _report_missing_content(args: Any, checkpoint: OpenedCheckpoint, continued: bool) -> None:
+    """Log what a checkpoint of another format lacks for the resume."""
     if checkpoint.commit_record is not None or not args.should_log:
         return
     absent = stock_run.lacking(checkpoint.documents, dist.get_rank()) if continued else ["checksums"]
@@ -250,13 +245,13 @@ def _report_foreign(args: Any, checkpoint: OpenedCheckpoint, continued: bool) ->
 
 @dataclass(frozen=True)
 class _PreparedLoad:
-    """A checkpoint that fits the model, before anything changes.
+    """A checkpoint that matches the model, before anything changes.
 
     Args:
-        checkpoint: opened, with the documents of a resume.
-        progress: the Trainer's state in it; None if it is not continued.
-        generators: the document of this process's random generators; None if it has none.
-        load: fills the weights, the states and the moving averages.
+        checkpoint: the opened checkpoint, with the metadata files of a resume.
+        progress: the Trainer's state; None if the run is not continued.
+        generators: the random generators of this process; None if the checkpoint does not contain them.
+        load: fills weights, states and moving averages.
         names: names of the states in the live model.
     """
 
@@ -267,65 +262,66 @@ class _PreparedLoad:
     names: restore.LiveNames
 
 
-class _FailsVerificationError(Exception):
-    """A checkpoint is damaged; the cause has the faults. If it was being filled, tensors are undefined."""
+class _VerificationError(Exception):
+    """A checkpoint is damaged; the cause lists the faults. Tensors may be undefined."""
 
 
 @contextlib.contextmanager
 def _verifying() -> Iterator[None]:
-    """Run a block in which an error about the checkpoint alone means that it fails verification."""
+    """Context manager that turns errors of the checkpoint itself into a verification error."""
     try:
         yield
     except (CheckpointError, Diverged) as error:
-        raise _FailsVerificationError from error
+        raise _VerificationError from error
 
 
-def _fill_usable(session: Session, choice: resume.Choice, timer: PhaseTimer) -> tuple[_PreparedLoad, LoadReport]:
-    """Fill model and optimizer from the checkpoint that was named, or from the newest one that passes verification.
+def _fill_chosen(session: Session, choice: resume.Choice, timer: PhaseTimer) -> tuple[_PreparedLoad, LoadReport]:
+    """Fill model and optimizer from the named checkpoint, or from the newest checkpoint that passes verification.
 
-    Damage of tensors is found while they are filled. The next checkpoint then fills them again.
+    A damaged tensor is found while it is filled. An older checkpoint then fills all tensors again.
 
     Raises:
-        FlexError: the same on every rank: the named one fails, the newest one does not fit, or there is none.
+        FlexError: the same on every rank: the named checkpoint is damaged, the newest one does not match the model, or
+            no checkpoint is left.
     """
     model, search = session.trainer.model, _search(session)
-    unusable: dict[Path, str] = {}
-    begun: set[Key] | None = None
+    damaged: dict[Path, str] = {}
+    touched: set[Key] | None = None
     while True:
         try:
             try:
                 ready = _prepare(session, choice, timer)
-            except MismatchError as unfit:
-                raise unfit if choice.named else resume.with_new_run_advice(unfit) from None
-            if begun is not None:
-                _check_complete(ready, begun, session.channel)
+            except MismatchError as mismatch:
+                raise mismatch if choice.named else resume.with_new_run_advice(mismatch) from None
+            if touched is not None:
+                _check_overwrites(ready, touched, session.channel)
             directory = ready.checkpoint.catalog.root
             session.run.chosen = replace(choice, path=directory, opened=None)
             _identify_run(session, ready.checkpoint.manifest, session.run.chosen)
-            begun = (begun or set()) | ready.load.targets
+            touched = (touched or set()) | ready.load.targets
             shown = shown_in_training(f"loading {directory.name}", session.args.should_log)
             with _verifying(), base_fingerprint.until_filled(model, directory), shown:
                 return ready, ready.load.fill()
-        except _FailsVerificationError as failed:
+        except _VerificationError as failed:
             error = failed.__cause__
             if choice.named or not isinstance(error, FlexError) or not isinstance(choice.path, Path):
                 raise (error or failed) from None
             timer.end("read")
-            unusable[choice.path] = why = error.in_one_line()
+            damaged[choice.path] = why = error.in_one_line()
         search.warn(f"{choice.path} fails verification and is skipped: {why}")
-        choice = resume.newest_or_refuse(search, unusable)
+        choice = resume.newest_or_refuse(search, damaged)
 
 
-def _check_complete(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> None:
-    """Refuse a checkpoint that does not fill all tensors that a damaged one has begun to fill.
+def _check_overwrites(ready: _PreparedLoad, touched: set[Key], channel: Channel) -> None:
+    """Check that a checkpoint fills all tensors that damaged checkpoints have begun to fill.
 
     Raises:
         MismatchError: the same on every rank.
     """
 
     def compare() -> None:
-        # Memory of moving averages is new in every load.
-        left = {key for key in begun - ready.load.targets if key[0] != EMA_STATE}
+        # Every load allocates new moving averages.
+        left = {key for key in touched - ready.load.targets if key[0] != EMA_STATE}
         if left:
             raise MismatchError(
                 f"{count_text(len(left), 'tensor')} would keep undefined values of a damaged checkpoint.",
@@ -334,7 +330,7 @@ def _check_complete(ready: _PreparedLoad, begun: set[Key], channel: Channel) -> 
                 next_step="Start the job again, and name this checkpoint in resume_from_checkpoint.",
             )
 
-    run_on_all(channel, "comparing what two checkpoints fill", compare)
+    run_on_all(channel, "comparing the tensors of two checkpoints", compare)
 
 
 def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _PreparedLoad:
@@ -358,8 +354,8 @@ def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _Pre
     with _verifying():
         progress = documents.read_progress(checkpoint, session.trainer.optimizer) if continued else None
     if progress is not None:
-        _check_alike(session, progress, directory)
-        _compare_reference(session, progress, directory)
+        _check_progress(session, progress, directory)
+        _check_reference(session, progress, directory)
     handed = own_file(checkpoint, channel, documents.rng_name) if continued else None
     terms = LoadTerms(
         args.aoa_config,
@@ -379,16 +375,16 @@ def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _Pre
 
 @dataclass
 class _LiveTensors:
-    """The live tensors of this rank, which the exchange of plans describes.
+    """The live tensors of this rank, as a callback of the exchange of plans.
 
     Args:
-        session: of the Trainer.
-        checkpoint: opened.
-        continued: whether the run is continued, and not only its weights.
+        session: the session of the Trainer.
+        checkpoint: the opened checkpoint.
+        continued: whether the run is continued; if not, only its weights are loaded.
         terms: how the model may differ.
         handed: the random generators of this process, if another rank has read them.
-        names: names of the states in the live model, once it is described.
-        generators: the document of this process's random generators; None if the checkpoint has none.
+        names: names of the states in the live model; set by :meth:`to_fill`.
+        generators: the random generators of this process; None if the checkpoint does not contain them.
     """
 
     session: Session
@@ -400,9 +396,9 @@ class _LiveTensors:
     generators: bytes | None = None
 
     def to_fill(self) -> LiveRoles:
-        """Return the weights and states that the checkpoint fills, and read what this process alone has in it."""
+        """Return the weights and states that the checkpoint fills, and read the random generators of this process."""
         session, trainer, checkpoint = self.session, self.session.trainer, self.checkpoint
-        stored, wanted, optimizer = checkpoint.catalog.roles, [MODEL_STATE], None
+        stored, targets, optimizer = checkpoint.catalog.roles, [MODEL_STATE], None
         session.settle_weights()
         if self.continued:
             self.generators = documents.read_generators(checkpoint, dist.get_rank(), self.handed)
@@ -410,33 +406,33 @@ class _LiveTensors:
             optimizer = trainer.optimizer
             optimizers.check_supported(optimizer)
             optimizers.build_buffers(trainer.model_wrapped, optimizer)
-            # A new run from the weights of a checkpoint starts with all digits of its master weights.
-            wanted += [MASTER_WEIGHT, OPTIMIZER_STATE] if self.continued else [MASTER_WEIGHT]
-        # Accumulators are offloaded when they are created, master weights after the first step.
+            # A new run from the weights of a checkpoint starts with the full precision of its master weights.
+            targets += [MASTER_WEIGHT, OPTIMIZER_STATE] if self.continued else [MASTER_WEIGHT]
+        # PaddleFormers offloads accumulators when they are created, but master weights only after the first step.
         place_master = library.offload if trainer.args.tensorwise_offload_optimizer else None
         live = live_roles.LiveModel(trainer.model, optimizer, session.run.model, place_master)
-        found, self.names = restore.to_fill(live, checkpoint, session.run.model, self.terms, wanted)
+        found, self.names = restore.to_fill(live, checkpoint, session.run.model, self.terms, targets)
         if self.continued and session.average is not None and stored.get(EMA_STATE):
-            # Names of parameters are found by those of their master weights.
+            # A stored average has the name of its parameter; the names of master weights map it to the live model.
             masters = self.names.of({name + MASTER.suffix for name in stored[EMA_STATE]})
             found[EMA_STATE] = session.average.allocate({name.removesuffix(MASTER.suffix) for name in masters})
         return found
 
 
 def _from_average(args: Any, checkpoint: OpenedCheckpoint) -> bool:
-    """Return whether weights are read from their moving averages.
+    """Return whether to read the weights from their moving averages.
 
     Raises:
-        OptionError: the same on every rank: the checkpoint has none.
+        OptionError: the checkpoint has no moving averages; the same on every rank.
     """
-    wanted = bool(getattr(args, "sharded_model_from_ema", False))
-    if wanted:
+    is_requested = bool(getattr(args, "sharded_model_from_ema", False))
+    if is_requested:
         require_average(checkpoint)
-    return wanted
+    return is_requested
 
 
 def _identify_run(session: Session, manifest: Manifest, choice: resume.Choice) -> None:
-    """Identify the run that resumes a checkpoint, and warn of other runs in its output directory."""
+    """Set the record of the run that resumes a checkpoint, and warn of other runs in its output directory."""
     if session.args.ignore_load_lr_and_optim:
         _begin_new_run(session, choice.saved)
         return
@@ -448,29 +444,29 @@ def _identify_run(session: Session, manifest: Manifest, choice: resume.Choice) -
 
 
 def _with_copies(session: Session, named: bool, checkpoint: OpenedCheckpoint) -> OpenedCheckpoint:
-    """Return a checkpoint with the copies that are read. A user may choose them in a checkpoint that he names."""
+    """Return a checkpoint with the copies of tied tensors to read, which a user may choose if they differ."""
     args, manifest = session.args, checkpoint.manifest
     if not named or args.flex_tied == REFUSE:
         return with_tied(checkpoint, REFUSE)
     if manifest.ties:
         session.warn(
-            f"Copies of tied tensors in {checkpoint.catalog.root} differ. Under flex_tied: {args.flex_tied} those of "
-            f"the {args.flex_tied} pipeline stage are read.",
+            f"Copies of tied tensors in {checkpoint.catalog.root} differ. flex_tied: {args.flex_tied} reads the copies "
+            f"of the {args.flex_tied} pipeline stage.",
             (line for tie in manifest.ties for line in tie.differences),
         )
     return with_tied(checkpoint, args.flex_tied)
 
 
 def _choice_of(session: Session, path: str) -> resume.Choice:
-    """Return the checkpoint that a native method names."""
+    """Return the choice for a path that PaddleFormers passes on."""
     chosen = session.run.chosen
     if chosen is not None and path == str(chosen.path):
         return chosen
     return resume.Choice(parse_path(path), named=chosen is not None and chosen.named)
 
 
-def _check_alike(session: Session, progress: documents.TrainingProgress, directory: AnyPath) -> None:
-    """Before anything changes, compare what :func:`_restore_progress` will set with the objects that receive it."""
+def _check_progress(session: Session, progress: documents.TrainingProgress, directory: AnyPath) -> None:
+    """Check that the live objects can receive the state that :func:`_restore_progress` will set later."""
     trainer = session.trainer
     position.from_document(progress.data, str(directory / documents.DATA))
     documents.check_alike(progress.scheduler, trainer.lr_scheduler.state_dict(), directory / documents.SCHEDULER)
@@ -479,15 +475,15 @@ def _check_alike(session: Session, progress: documents.TrainingProgress, directo
         documents.check_alike(progress.own_scheduler, own.state_dict(), directory / documents.OWN_SCHEDULER)
     elif own is not None:
         session.warn(
-            f"{directory} does not contain a learning-rate scheduler of the optimizer, and this run's optimizer has "
-            "one that is not the Trainer's: it starts from its beginning.",
+            f"{directory} has no state for the optimizer's own learning-rate scheduler, which starts from the "
+            "beginning.",
         )
     if trainer.do_grad_scaling and progress.scaler is not None:
         documents.check_alike(progress.scaler, trainer.scaler.state_dict(), directory / documents.SCALER)
 
 
-def _compare_reference(session: Session, progress: documents.TrainingProgress, directory: AnyPath) -> None:
-    """Compare the reference model with that of the saved run."""
+def _check_reference(session: Session, progress: documents.TrainingProgress, directory: AnyPath) -> None:
+    """Check that the saved run had the same reference model."""
     model = reference.model_of(session.trainer)
     if model is None or progress.reference is None:
         return
@@ -497,11 +493,11 @@ def _compare_reference(session: Session, progress: documents.TrainingProgress, d
 
 
 def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> None:
-    """Restore scheduler, scaler and state of the run that is continued."""
+    """Restore the learning-rate schedulers, the loss scaler and the Trainer's state."""
     trainer.lr_scheduler.set_state_dict(progress.scheduler)
     scheduler = trainer.lr_scheduler
     if type(scheduler) is LambdaDecay:
-        # The schedule may be another one, whose rate the first step takes, and not the rate that was saved.
+        # If the schedule has changed, the first step must use its rate, not the saved rate.
         scheduler.last_lr = scheduler.get_lr()
     own = documents.own_scheduler(trainer)
     if own is not None and progress.own_scheduler is not None:
@@ -509,12 +505,12 @@ def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> Non
     if trainer.do_grad_scaling and progress.scaler is not None:
         trainer.scaler.load_state_dict(progress.scaler)
     trainer.state = progress.state
-    # PaddleFormers divides the losses of the steps of this run by their number, without the steps that it skips.
+    # PaddleFormers averages the losses over the steps of this run, without the skipped ones.
     trainer._skip_global_steps = progress.state.global_step
 
 
 def _restore_average(session: Session, ready: _PreparedLoad) -> None:
-    """Continue the moving average of the checkpoint, or report that there is none on one of the two sides."""
+    """Continue the moving average of the checkpoint, or warn if only the checkpoint or only the run has one."""
     directory, stored = ready.checkpoint.catalog.root, ready.checkpoint.catalog.roles.get(EMA_STATE, {})
     values = None if ready.progress is None else ready.progress.average
     if ready.progress is None:
@@ -529,27 +525,27 @@ def _restore_average(session: Session, ready: _PreparedLoad) -> None:
         )
 
 
-def _drop_unfinished_step(session: Session) -> None:
-    """Drop gradients and batches that an interrupted training has left in this Trainer."""
+def _discard_aborted_step(session: Session) -> None:
+    """Discard the gradients and batches that an aborted step of this Trainer has left."""
     if session.has_trained:
         live_roles.drop_gradients(session.trainer.model, session.trainer.optimizer)
     setattr(session.trainer, WAITING, [])
 
 
 def _locate_best(session: Session, resumed: AnyPath) -> None:
-    """Set the present path of the best checkpoint. If it is gone, warn now instead of failing when training ends."""
+    """Set the current path of the best checkpoint. If it is missing, warn now instead of failing after training."""
     state = session.trainer.state
     named = state.best_model_checkpoint
     if named is None:
         return
     local = local_dir(session.args)
     if local is not None and isinstance(resumed, Path) and real_path(resumed.parent) == real_path(local):
-        resumed = Path(session.args.output_dir) / resumed.name  # The best one is beside the checkpoints there.
+        resumed = Path(session.args.output_dir) / resumed.name  # The best checkpoint is in output_dir.
     found = state.best_model_checkpoint = locate_best(named, resumed, session.channel)
     if found is None:
         session.warn(
-            f"Missing best checkpoint: neither {named} nor a directory of its name beside {resumed} is finished. The "
-            "next one that is evaluated and saved replaces it.",
+            f"Missing best checkpoint: neither {named} nor a directory of that name next to {resumed} is a finished "
+            "checkpoint. The next evaluated and saved checkpoint replaces it.",
         )
 
 
@@ -567,10 +563,10 @@ def inner_training_loop(
     resume_from_checkpoint: str | None,
     ignore_keys_for_eval: list[str] | None,
 ) -> Any:
-    """``Trainer._inner_training_loop``: the data of a resumed run begins where the checkpoint ended.
+    """Replace ``Trainer._inner_training_loop``: start the data of a resumed run where the checkpoint ended.
 
     Raises:
-        OptionError: the order or the batches of the data do not fit, or the states of the optimizer are not supported.
+        OptionError: the order or the batches of the data do not match, or the optimizer states are not supported.
         SystemExit: the run was saved after a signal.
     """
     session = session_of(trainer)
@@ -582,9 +578,9 @@ def inner_training_loop(
     def check() -> tuple[list[str], str]:
         return _check_training(session), "" if saved is None else _changes(session, saved, order, passes)
 
-    # The optimizer and its sharding wrappers are known only now.
-    unfrozen, changes = gather_and_keep(session.channel, "looking at the model and the optimizer", check, list[str])
-    _warn_of_unfrozen(session, unfrozen)
+    # The optimizer and its sharding wrappers exist only now.
+    stateless, changes = gather_and_keep(session.channel, "checking the model and the optimizer", check, list[str])
+    _warn_of_missing_states(session, stateless)
     session.warn(changes)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     on_epoch_replayed = None
@@ -605,9 +601,9 @@ def inner_training_loop(
     session.has_trained = True
     session.run.ran.add("_inner_training_loop")
     session.run.begun = trainer.state.global_step
-    begin(trainer.state.global_step)
+    _define_step_variable(trainer.state.global_step)
     with (
-        _uploaded(session),
+        _uploading(session),
         save_on_signal.listening(session),
         session.agreement.running(),
         session.best.hidden_from_loop(trainer),
@@ -631,8 +627,8 @@ def inner_training_loop(
 
 
 @contextlib.contextmanager
-def _uploaded(session: Session) -> Iterator[None]:
-    """Context manager around a training loop; at its end its checkpoints are uploaded, and old ones deleted."""
+def _uploading(session: Session) -> Iterator[None]:
+    """Context manager around a training loop; its exit finishes uploads and deletes old checkpoints."""
     if session.uploads is None:
         yield
         return
@@ -645,7 +641,7 @@ def _uploaded(session: Session) -> Iterator[None]:
 
 
 def _check_training(session: Session) -> list[str]:
-    """Check the model and the optimizer; return this rank's trained parameters without states in the checkpoint."""
+    """Check model and optimizer, and return this rank's trained parameters that have no states in the checkpoint."""
     model, optimizer, loaded = session.trainer.model, session.trainer.optimizer, session.run.loaded
     base_fingerprint.check_defined(model)
     session.check_optimizer()
@@ -657,23 +653,21 @@ def _check_training(session: Session) -> list[str]:
     return live_roles.trained_without_states(live, loaded.stored_states)
 
 
-def _warn_of_unfrozen(session: Session, everyone: list[list[str]]) -> None:
-    """Report trained parameters without states: frozen in the saved run, without a gradient, or new."""
+def _warn_of_missing_states(session: Session, everyone: list[list[str]]) -> None:
     names, loaded = sorted({name for names in everyone for name in names}, key=natural), session.run.loaded
     if loaded is None or not names:
         return
     has_averages = session.average is not None and loaded.progress is not None and loaded.progress.average is not None
     session.warn(
-        f"{count_text(len(names), 'parameter')} of this run {'is' if len(names) == 1 else 'are'} trained and "
-        f"without optimizer states in {loaded.directory}: frozen in the run that saved it, without a "
-        "gradient, or new. Their states start at zero"
+        f"{count_text(len(names), 'trained parameter')} {'has' if len(names) == 1 else 'have'} no optimizer states "
+        f"in {loaded.directory}: frozen in the saved run, without a gradient, or new. Their states start at zero"
         + (", and their moving averages as copies of the weights." if has_averages else "."),
         fold(names),
     )
 
 
 def _saved_data(run: Run) -> position.SavedData | position.StepPosition | None:
-    """Return the position of the checkpoint that is resumed."""
+    """Return the data position of the resumed checkpoint; None if the run is not continued."""
     if run.loaded is None or run.loaded.progress is None:
         return None
     return position.from_document(run.loaded.progress.data, f"{run.loaded.directory}/{documents.DATA}")
@@ -682,9 +676,9 @@ def _saved_data(run: Run) -> position.SavedData | position.StepPosition | None:
 def _data(
     session: Session, loader: Any, passes: int | None, saved: position.SavedData | position.StepPosition | None
 ) -> tuple[position.SampleOrder, int | None]:
-    """Return the order of the data, and the passes of an epoch if they are known.
+    """Return the order of the data and the passes of an epoch, which are None if unknown.
 
-    Ranks that receive their batches from others receive both from a rank that reads the data.
+    Ranks that receive their batches from other ranks also receive these values.
     """
     order = batches.order_of(loader)
     if isinstance(saved, tuple):
@@ -697,7 +691,7 @@ def _data(
     reads = not batches.receives_batches(loader)
     everyone = all_gather_checked(
         session.channel,
-        "looking at the data",
+        "describing the data",
         lambda: [own] if reads else [],
         list[tuple[position.SampleOrder, int | None]],
     )
@@ -718,10 +712,10 @@ def _start(
 
 
 def _changes(session: Session, saved: position.SavedData, order: position.SampleOrder, passes: int | None) -> str:
-    """Return the table of differences of this model and run from those that were saved, on ranks that log.
+    """Return a table of differences from the saved model and run, on ranks that log.
 
     Raises:
-        OptionError: the run continues in the middle of an epoch whose samples are others now.
+        OptionError: the run continues in the middle of an epoch whose samples have changed.
     """
     args, loaded = session.args, session.run.loaded
     if loaded is None or loaded.progress is None or not args.should_log:
@@ -758,7 +752,7 @@ def _load_best(session: Session, directory: Path) -> None:
 
 
 def _restore_generators(session: Session) -> None:
-    """Restore this rank's random generators if the number of ranks is the same."""
+    """Restore this rank's random generators, or warn if the checkpoint has none for this number of ranks."""
     args, loaded = session.args, session.run.loaded
     if loaded is None or loaded.progress is None:
         return
@@ -769,5 +763,5 @@ def _restore_generators(session: Session) -> None:
     if not restored:
         session.warn_once(
             f"Random generators are not restored: {loaded.directory} has none for "
-            f"{count_text(args.world_size, 'rank')}. Dropout and other randomness differ from the run that was saved.",
+            f"{count_text(args.world_size, 'rank')}. Dropout and other randomness differ from the saved run.",
         )

@@ -1,13 +1,11 @@
-"""Save and load for a training loop without PaddleFormers' Trainer.
+"""``save`` and ``load`` for a training loop without PaddleFormers' Trainer.
 
-The model is any layer with ``sharded_state_dict``. Its tensors are mapped by the family of its configuration or of an
-argument, by rules of the caller, or else by name. Every rank of the job must call, and all ranks raise the same error.
+The model is any layer with ``sharded_state_dict``. Its tensors are mapped by a family (of its configuration or an
+argument), by rules of the caller, or else by name. Every rank of the job must call, and all ranks raise the same error.
+The parallel degrees are those of Paddle's fleet.
 
-The parallel degrees of such a job are those with which Paddle's fleet was initialised.
-
-A *source* returns live tensors by role and name; the fields of :class:`.layout.live.LocalTensor` are all that a save or
-a load reads of them. There are two sources: the ``sharded_state_dict`` of a model and of its optimizer, and a state
-dict of tensors with a mesh and placements.
+A *source* returns live tensors by role and name, as :class:`.layout.live.LocalTensor`. There are two: a model with its
+optimizer (``sharded_state_dict``), and a state dict of tensors with a mesh and placements.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ def fleet_degrees(world_size: int) -> dict[str, int]:
     Args:
         world_size: number of ranks.
     Returns:
-        the degrees; empty if several ranks have not initialised fleet, because their axes are unknown.
+        the degrees; empty if there are several ranks and fleet is not initialised, because the axes are unknown.
     """
     group = getattr(fleet.fleet, "_hcg", None)
     if not isinstance(group, HybridCommunicateGroup):
@@ -104,11 +102,11 @@ _WRAPPERS = (DataParallel, MetaParallelBase, GroupShardedStage2, GroupShardedSta
 
 
 class StateDict(msgspec.Struct, frozen=True):
-    """A state dict of tensors with a mesh and placements.
+    """A source of live tensors: a state dict of tensors with a mesh and placements.
 
     Args:
         model: the state dict; see :func:`.dist_tensors.roles_of`.
-        aliases: names of tied weights whose states have the name of the owner.
+        aliases: names of tied weights whose states are named after the owner.
     """
 
     model: Mapping[str, Any]
@@ -116,12 +114,12 @@ class StateDict(msgspec.Struct, frozen=True):
 
     @property
     def is_global(self) -> bool:
-        """True: the shape of every tensor is that of the whole one."""
+        """True: every tensor has the layout of a single device."""
         return True
 
     @property
     def has_states(self) -> bool:
-        """Return whether the state dict has states of an optimizer."""
+        """Return whether the state dict has optimizer states."""
         return len(self.roles()) > 1
 
     def weights(self) -> Roles:
@@ -137,7 +135,7 @@ class StateDict(msgspec.Struct, frozen=True):
         return frozenset(name.removesuffix(MASTER.suffix) for name in self.roles().get(MASTER.role, ()))
 
     def prepare(self, stored: Collection[str]) -> None:
-        """Do nothing: ``Optimizer.state_dict`` of semi-automatic parallelism has created the states."""
+        """Do nothing: under semi-automatic parallelism ``Optimizer.state_dict`` creates the states."""
 
 
 def live_source(model: Any, optimizer: Any) -> LayoutSource:
@@ -145,15 +143,15 @@ def live_source(model: Any, optimizer: Any) -> LayoutSource:
 
     Args:
         model: a layer or its wrapper, or a state dict.
-        optimizer: the optimizer of a layer; None for the weights alone.
+        optimizer: the optimizer of a layer; None for the weights only.
     Raises:
-        OptionError: the model does not describe its shards, there is an optimizer beside a state dict, or it is not
-            supported.
+        OptionError: the model does not describe its shards, an optimizer is passed with a state dict, or the optimizer
+            is not supported.
     """
     if isinstance(model, Mapping):
         if optimizer is not None:
             raise OptionError(
-                "A state dict and an optimizer are passed together.",
+                "A state dict and an optimizer cannot be passed together.",
                 where="optimizer",
                 next_step="Pass one state dict: {**model.state_dict(), **optimizer.state_dict()}.",
             )
@@ -175,8 +173,9 @@ class RankTensors(msgspec.Struct):
     """The weights of one rank, for models whose tensors are mapped by name.
 
     Attributes:
-        shards: by name.
-        ties: names of one parameter; the owner is the first in order, after which Paddle names optimizer states.
+        shards: shards by name.
+        ties: pairs of names of the same parameter; the owner, which sorts first, gives Paddle's optimizer states their
+            names.
     """
 
     shards: dict[str, Shard] = {}
@@ -184,7 +183,7 @@ class RankTensors(msgspec.Struct):
 
 
 def rank_tensors(roles: Roles) -> RankTensors:
-    """Return the weights of this rank as other ranks need them."""
+    """Return the weights of this rank in the form that ranks exchange."""
     weights = roles[MODEL_STATE]
     names: dict[str, list[str]] = {}
     for name in sorted(weights):
@@ -193,23 +192,23 @@ def rank_tensors(roles: Roles) -> RankTensors:
     return RankTensors(describe_roles({MODEL_STATE: weights})[MODEL_STATE], ties)
 
 
-class _Introduction(msgspec.Struct):
-    """What a rank brings into a load.
+class _LoadRequest(msgspec.Struct):
+    """What a rank sends at the start of a load.
 
     Attributes:
         tensors: its weights, if other ranks need them.
-        sent: what the coordinator reads of the checkpoint.
+        sent: the checkpoint's metadata, on the coordinator.
     """
 
     tensors: RankTensors
     sent: Sent
 
 
-def rules_of_all(everyone: Collection[RankTensors], is_global: bool) -> RuleSet:
-    """Return the rules by name of the model that all ranks hold together.
+def rules_of_ranks(everyone: Collection[RankTensors], is_global: bool) -> RuleSet:
+    """Return rules that map the tensors of all ranks by name.
 
-    A cut is counted in boxes instead of by their length: boxes may be unequal. Tensors with the layout of one device
-    are not cut.
+    The cuts of an axis are the number of different boxes along it, because boxes may have different lengths. Tensors
+    with the layout of a single device have no cuts.
 
     Args:
         everyone: the weights of every rank.
@@ -259,30 +258,31 @@ def save(
     config: Config | None = None,
     mapping: RuleSet | None = None,
 ) -> SaveReport:
-    """Save a model, and its optimizer, as a flex checkpoint. Every rank must call.
+    """Save a model, and optionally its optimizer, as a flex checkpoint. Every rank must call.
 
     Args:
-        directory: the checkpoint, usually ``checkpoint-N`` with the step as N; an older one is replaced in one step.
+        directory: the checkpoint, usually ``checkpoint-N`` with the step as N. An older checkpoint is replaced only when
+            the new one is complete.
         model: a layer with ``sharded_state_dict``, or its parallel wrapper; or a state dict of semi-automatic
             parallelism, which may be the first argument: ``save(state_dict, path)``.
-        optimizer: a declared optimizer over its parameters; None saves the weights alone. A state dict contains the
-            states: ``{**model.state_dict(), **optimizer.state_dict()}``.
+        optimizer: a declared optimizer over the model's parameters; None saves only the weights. A state dict must
+            contain the states instead: ``{**model.state_dict(), **optimizer.state_dict()}``.
         step: optimizer steps done.
-        consumed_samples: training samples seen.
-        parallel: degree per parallel axis, for a reader; a load does not need it. By default those of Paddle's fleet,
-            where it was initialised; none of a state dict, whose tensors have their own meshes.
-        family: the model's family, or its ``model_type``; by default that of the configuration.
-        config: the model's configuration; by default ``model.config``.
-        mapping: rules from canonical tensors to all tensors of the model, instead of those of a family. Without rules,
-            a declared family and AOA statements of the model's class, every tensor has its own name as canonical name.
+        consumed_samples: number of training samples consumed.
+        parallel: degree per parallel axis, for readers; loads do not need it. Default: the degrees of Paddle's fleet if
+            it is initialised; for a state dict nothing, because its tensors have their own meshes.
+        family: the model's family, or its ``model_type``. Default: the family of the configuration.
+        config: the model's configuration. Default: ``model.config``.
+        mapping: rules from canonical tensors to all tensors of the model, instead of a family's rules. Without rules,
+            a declared family or AOA statements of the model's class, canonical names equal the model's names.
     Raises:
-        FlexError: the same on every rank; an older checkpoint is untouched.
+        FlexError: the same on every rank; an older checkpoint stays unchanged.
 
     Example:
         >>> paddleformers_fc.save("out/checkpoint-3", model, optimizer, step=3)
     """
     channel = job_communicator()
-    named, model = _in_order(directory, model)
+    named, model = _path_first(directory, model)
 
     def check() -> Path:
         require(DIRECTORY, directory=named)
@@ -300,20 +300,20 @@ def save(
     live_roles.wait_for_weights()
     base_fingerprint.identify_once(model, channel)
 
-    def prepare() -> tuple[RankTensors, _Prepared]:
+    def prepare() -> tuple[RankTensors, _SaveInput]:
         source, described = described_source(model, optimizer, family, config, mapping)
         base_fingerprint.check_defined(source.model)
         roles = source.roles()
-        if not isinstance(source, StateDict):  # Which may contain copies of tensors.
+        if not isinstance(source, StateDict):  # A state dict may contain copies of tied tensors.
             check_ties(roles[MODEL_STATE], described)
         files = {CONFIG_NAME: _config_text(source.model, described, config)} if channel.rank == 0 else {}
         job = JobRecord(step, consumed_samples, _degrees(parallel, source, channel.world_size))
-        return _rank_tensors(described, roles), _Prepared(described, roles, files, job)
+        return _rank_tensors(described, roles), _SaveInput(described, roles, files, job)
 
     everyone, prepared = gather_and_keep(channel, "preparing a checkpoint", prepare, RankTensors)
     description = prepared.description
     if mapping is not None or is_by_name(description):
-        # The family of the key may be declared, and its rules are not those that are stored.
+        # The model_type may name a declared family, whose rules differ from the stored rules.
         description = structs.replace(with_rules(description, everyone), config=without_family(description.config))
     return save_checkpoint(target, prepared.roles, description, prepared.files, prepared.job, channel)
 
@@ -331,40 +331,41 @@ def load(
     aoa_config: Mapping[str, object] | None = None,
     allow_casts: bool = False,
 ) -> LoadReport:
-    """Fill a model, and its optimizer, from a flex checkpoint of any layout. Every rank must call.
+    """Fill a model, and optionally its optimizer, from a checkpoint of any layout. Every rank must call.
 
     Args:
         directory: the checkpoint: a path or a URL.
-        model: as for :func:`save`; a state dict of semi-automatic parallelism is filled in place, and without
-            ``family`` and ``config`` it is of the family of the checkpoint.
-        optimizer: gets the stored states; None loads the weights alone. A checkpoint of weights alone is refused with
-            an optimizer, unless ``allow_casts`` makes its master weights of them.
-        verify: the comparison: ``off``, ``size`` (sizes and documents) or ``full`` (also all tensors that are read).
-        threads: number of threads of this rank that read.
-        family: as for :func:`save`; also of a checkpoint that was saved without one.
-        config: as for :func:`save`; also of a checkpoint of another format without a configuration.
-        mapping: as for :func:`save`; canonical names of a checkpoint without a family are those of its tensors.
-        aoa_config: statements from stored names to the model's, for tensors that have another name or layout now.
-        allow_casts: whether the model may be float32 where the stored one is bfloat16, or the reverse. The ``casts`` of
+        model: as for :func:`save`. A state dict of semi-automatic parallelism is filled in place; without ``family``
+            and ``config`` it has the family of the checkpoint.
+        optimizer: gets the stored states; None loads only the weights. A checkpoint without optimizer states requires
+            None, unless ``allow_casts`` creates master weights from its weights.
+        verify: what to verify: ``off``, ``size`` (file sizes and metadata files) or ``full`` (also all tensors that are
+            read).
+        threads: number of read threads of this rank.
+        family: as for :func:`save`; also applies to a checkpoint that was saved without a family.
+        config: as for :func:`save`; also applies to a checkpoint of another format without a configuration.
+        mapping: as for :func:`save`; in a checkpoint without a family, canonical names are the names of its tensors.
+        aoa_config: AOA statements from stored names to the model's, for tensors whose name or layout has changed.
+        allow_casts: whether the model may be float32 where the checkpoint is bfloat16, or the reverse. The ``casts`` of
             the report list the cast tensors.
     Raises:
-        Corrupt: the same on every rank: a checksum does not match. Those of headers and documents are compared before
-            anything changes. Those of tensors are compared while they are filled. After a fault the error states that
-            tensors are undefined, and ``save`` and the Trainer refuse the model until a load succeeds.
-        MismatchError: the same on every rank, before any weight changes: tensors are mapped by name, and the
-            tensor-parallel degree differs; or the checkpoint has no states for the optimizer.
-        FlexError: the same on every rank, before any weight changes, if the checkpoint does not fit.
+        Corrupt: a checksum does not match; the same on every rank. Headers and metadata files are verified before
+            anything changes, tensors while they are filled. If the error says that tensors are undefined, ``save`` and
+            the Trainer reject the model until a load succeeds.
+        MismatchError: tensors are mapped by name and the tensor-parallel degree differs, or the checkpoint has no
+            states for the optimizer; the same on every rank, before any weight changes.
+        FlexError: the checkpoint does not match; the same on every rank, before any weight changes.
 
     Example:
         >>> paddleformers_fc.load("out/checkpoint-3", model, optimizer)
     """
     channel, timer = job_communicator(), PhaseTimer()
-    named, model = _in_order(directory, model)
+    named, model = _path_first(directory, model)
     live_roles.wait_for_weights()
     if family is config is mapping is None:
         own_statements.adopt(model, channel)
 
-    def look() -> tuple[_Introduction, tuple[AnyPath, LayoutSource, ModelDescription]]:
+    def begin() -> tuple[_LoadRequest, tuple[AnyPath, LayoutSource, ModelDescription]]:
         require(DIRECTORY, directory=named)
         require(THREADS, threads=threads)
         require_or_none(_OPTIMIZER, optimizer=optimizer)
@@ -376,25 +377,25 @@ def load(
             read_config(aoa_config)
         path = parse_named(named)
         source, described = described_source(model, optimizer, family, config, mapping)
-        # A state dict may be of the family of the checkpoint, and is described after it.
+        # A state dict may have the family of the checkpoint, so it is described after the checkpoint is opened.
         is_described = not isinstance(source, StateDict) and (bool(aoa_config) or is_by_name(described))
         tensors = rank_tensors(source.weights()) if is_described else RankTensors()
-        return _Introduction(tensors, read_metadata(path) if channel.rank == 0 else Sent()), (path, source, described)
+        return _LoadRequest(tensors, read_metadata(path) if channel.rank == 0 else Sent()), (path, source, described)
 
-    everyone, (path, source, described) = gather_and_keep(channel, "beginning a load", look, _Introduction)
+    everyone, (path, source, described) = gather_and_keep(channel, "beginning a load", begin, _LoadRequest)
     sent, tensors = everyone[0].sent, [one.tensors for one in everyone]
     facts = {"verify": verify, "allow_casts": allow_casts, "aoa_config": aoa_config or {}}
     consistency = ConsistencyCheck(f"loading {path.name}", {**facts, "config": comparable_config(described)})
 
-    def given() -> Mapping[str, Any]:
+    def fallback_config() -> Mapping[str, Any]:
         return described.config if is_known(described.config) else {}
 
-    opened = open_sent(path, channel, sent, verify, given, consistency).checkpoint
+    opened = open_sent(path, channel, sent, verify, fallback_config, consistency).checkpoint
     timer.end("open")
     adapter_checks.check_supported(model, channel)
     base_fingerprint.identify_once(model, channel)
     if isinstance(source, StateDict):
-        source, described = _of_stored_family(source, described, opened)
+        source, described = _with_stored_family(source, described, opened)
         if aoa_config or is_by_name(described):
             weights_of = source.weights
             tensors = all_gather_checked(
@@ -402,63 +403,62 @@ def load(
             )
     options = ReadOptions(threads=threads, replicas="auto", hosts=hosts_of_ranks())
     if opened.format.canonical and isinstance(source, StateDict):
-        weights = run_on_all(channel, "describing the model", partial(_weights_alone, source, path))
+        weights = run_on_all(channel, "describing the model", partial(_weights_only, source, path))
         with base_fingerprint.until_filled(source.model, path):
             return prepare_weights(path, weights, described, channel, options, verify, timer).fill()
-    # The same on all ranks, whose descriptions were compared.
+    # The same on all ranks, because open_sent has compared their descriptions.
     checkpoint, described = _aligned(opened, with_rules(described, tensors), is_by_name(described), aoa_config)
     shards = (shard for one in tensors for shard in one.shards.values())
     terms = LoadTerms(aoa_config, aoa_tensors(described, shards) if aoa_config else None, may_cast=allow_casts)
-    wanted = ROLES if source.has_states else (MODEL_STATE,)
+    targets = ROLES if source.has_states else (MODEL_STATE,)
 
     def roles() -> Roles:
-        return restore.to_fill(source, checkpoint, described, terms, wanted)[0]
+        return restore.to_fill(source, checkpoint, described, terms, targets)[0]
 
     load = prepare_load(checkpoint, roles, described, channel, options, terms, timer)
     if optimizer is not None and optimizers.has_states(optimizer) and not load.wanted & {*_STATES}:
-        raise _without_states(path, optimizer)
+        raise _missing_states(path, optimizer)
     with base_fingerprint.until_filled(source.model, path):
         return load.fill()
 
 
 def _degrees(parallel: Mapping[str, int] | None, source: LayoutSource, world_size: int) -> dict[str, int]:
-    """Return the degrees to record: those of the caller, or those that Paddle has."""
+    """Return the parallel degrees to record, which are the caller's or the fleet's."""
     if parallel is not None:
         return {axis: int(degree) for axis, degree in parallel.items()}
     return {} if source.is_global else fleet_degrees(world_size)
 
 
-def _in_order(directory: Any, model: Any) -> tuple[Any, Any]:
-    """Return a path and a model, of which a state dict may come first, as in Paddle's functions."""
+def _path_first(directory: Any, model: Any) -> tuple[Any, Any]:
+    """Return path and model; a state dict may come first, as in Paddle's functions."""
     return (model, directory) if isinstance(directory, Mapping) else (directory, model)
 
 
-def _weights_alone(source: StateDict, directory: AnyPath) -> Roles:
+def _weights_only(source: StateDict, directory: AnyPath) -> Roles:
     """Return the tensors that open weights fill.
 
     Raises:
-        OptionError: the state dict has states of an optimizer, which open weights do not contain.
+        OptionError: the state dict has optimizer states, which open weights do not contain.
     """
     if source.has_states:
         raise OptionError(
-            f"{directory} contains weights alone, and the state dict has states of an optimizer.",
+            f"{directory} contains only weights, and the state dict has optimizer states.",
             where=str(directory),
-            next_step="Pass model.state_dict() alone.",
+            next_step="Pass only model.state_dict().",
         )
     return source.weights()
 
 
-def _without_states(directory: AnyPath, optimizer: Any) -> MismatchError:
-    """Return the error for an optimizer that would train on with the states of its first step."""
+def _missing_states(directory: AnyPath, optimizer: Any) -> MismatchError:
     return MismatchError(
-        f"{directory} contains weights alone, and an optimizer is passed. No weight was changed.",
+        f"{directory} contains only weights, but an optimizer was passed. No weight was changed.",
         where=str(directory),
         evidence=[f"missing: {OPTIMIZER_STATE} of {type(optimizers.innermost(optimizer)).__name__}"],
-        next_step="Load a checkpoint that was saved with its optimizer. To load the weights alone, pass no optimizer.",
+        next_step="Load a checkpoint that was saved with its optimizer. To load only the weights, pass no optimizer.",
     )
 
 
-class _Prepared(msgspec.Struct, frozen=True):
+class _SaveInput(msgspec.Struct, frozen=True):
     """The input of a save on this rank."""
 
     description: ModelDescription
@@ -482,10 +482,10 @@ def described_source(
     return source, described
 
 
-def _of_stored_family(
+def _with_stored_family(
     source: StateDict, described: ModelDescription, stored: OpenedCheckpoint
 ) -> tuple[StateDict, ModelDescription]:
-    """Return a state dict that is read from a checkpoint, whose family it has if no argument states another one."""
+    """Return a state dict and its description, with the family of the checkpoint unless an argument sets a family."""
     known = ModelDescription(stored.config) if stored.format.canonical else stored.known
     if not is_by_name(described) or not is_known(known.config):
         return source, described
@@ -499,12 +499,12 @@ def _description(
     config: Config | None,
     mapping: RuleSet | None,
 ) -> ModelDescription:
-    """Describe a model by its configuration and the arguments; without a family it has rules, at first none."""
+    """Describe a model by its configuration and the arguments; without a family or rules, with an empty rule set."""
     require_or_none(_FAMILY, family=family)
     require_or_none(_CONFIG, config=config)
     require_or_none(_RULES, mapping=mapping)
     if mapping is not None and family is not None:
-        raise OptionError("family and mapping both state the rules of a model.", next_step="Give one of them.")
+        raise OptionError("family and mapping both define the rules of a model.", next_step="Pass only one of them.")
     given = getattr(model, "config", None) if config is None else config
     described = structs.replace(_resolved(model, given), adapters=description.describe_adapters(model))
     if isinstance(family, Family):
@@ -529,10 +529,10 @@ def _resolved(model: Any, config: Any) -> ModelDescription:
 
 
 def _config_text(model: Any, described: ModelDescription, config: object) -> bytes:
-    """Return the bytes of ``config.json``: as PaddleFormers writes it, or of the given configuration."""
+    """Return ``config.json`` as bytes: the given configuration, or the model's as PaddleFormers writes it."""
     if config is not None or not is_a("PretrainedConfig", getattr(model, "config", None)):
         return config_bytes(described.config)
-    # It imports the classes of PaddleFormers, whose model this is.
+    # Imported here because it imports PaddleFormers, which other models do not need.
     from paddleformers_fc.trainer import documents
 
     written = documents.model_config(model)
@@ -543,6 +543,7 @@ def _config_text(model: Any, described: ModelDescription, config: object) -> byt
 
 
 def is_by_name(model: ModelDescription) -> bool:
+    """Return whether the tensors of a model are mapped by name."""
     return model.rules is not None and not model.rules.targets
 
 
@@ -551,16 +552,17 @@ def _rank_tensors(model: ModelDescription, roles: Roles) -> RankTensors:
 
 
 def with_rules(model: ModelDescription, everyone: Sequence[RankTensors]) -> ModelDescription:
-    return structs.replace(model, rules=rules_of_all(everyone, model.is_global)) if is_by_name(model) else model
+    """Return a description with the rules by name of all ranks' tensors, if the model is mapped by name."""
+    return structs.replace(model, rules=rules_of_ranks(everyone, model.is_global)) if is_by_name(model) else model
 
 
 def _aligned(
     checkpoint: OpenedCheckpoint, model: ModelDescription, by_name: bool, aoa_config: Mapping[str, object] | None
 ) -> tuple[OpenedCheckpoint, ModelDescription]:
-    """Return checkpoint and model with rules into one canonical space, and with configurations that can be compared.
+    """Return checkpoint and model with rules into the same canonical names, and with comparable configurations.
 
-    A checkpoint without a family takes that of the model. By name, both spaces are those of the model's own names. A
-    key that only one configuration has is not compared.
+    A checkpoint without a family gets the model's family. If the model is mapped by name, the canonical names are its
+    own names. Keys that only one of the two configurations has are not compared.
     """
     stored = checkpoint.known
     if model.rules is None:
@@ -571,7 +573,7 @@ def _aligned(
         return structs.replace(checkpoint, config={}, model=StoredModel(rules, described)), model
     if not by_name:
         if "model_type" in stored.config and not is_known(model.config):
-            return checkpoint, model  # Both have the rules of the class's statements.
+            return checkpoint, model  # Both have rules from AOA statements of the model's class.
         return checkpoint, structs.replace(model, config={**without_family(model.config), **stored.config})
     named = rules_by_name(stored_tensors(checkpoint.rules), checkpoint.rules.ties)
     assigned = _assigned_names(aoa_config, named, model.rules) if aoa_config else ()
@@ -582,7 +584,7 @@ def _aligned(
 
 
 def _assigned_names(aoa_config: Mapping[str, object], stored: RuleSet, model: RuleSet) -> Collection[str]:
-    """Return the tensors of a model that statements assign."""
+    """Return the names of the model's tensors that AOA statements assign."""
     from paddleformers_fc.aoa import AoaTensor, assigned_names, read_config
 
     sides = (

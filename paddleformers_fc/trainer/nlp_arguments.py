@@ -1,7 +1,4 @@
-"""PaddleNLP's ``TrainingArguments`` with the options of this package.
-
-The degrees of parallelism have the names of PaddleFormers as well, by which this package reads them.
-"""
+"""PaddleNLP's ``TrainingArguments`` with the options of this package, and with PaddleFormers' names of arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from paddleformers_fc.trainer.options import NLP_CONFLICTS, check_conflicts
 
 
 class FormersNames:
-    """The names of PaddleFormers' arguments that PaddleNLP has under other names or does not have."""
+    """PaddleFormers' arguments that PaddleNLP lacks or has under other names, for the code that reads both."""
 
     tensor_parallel_degree: int
     pipeline_parallel_degree: int
@@ -45,7 +42,7 @@ class FlexTrainingArguments(FormersNames, ActiveFields, TrainingArguments):
     """``TrainingArguments`` with the options of :class:`~paddleformers_fc.trainer.options.FlexFields`.
 
     Raises:
-        OptionError: an option is out of range, or contradicts ``flex_checkpoint: true``.
+        OptionError: an option is out of range, or conflicts with ``flex_checkpoint: true``.
         EnvironmentMismatch: ``flex_checkpoint`` is true, and Paddle or PaddleNLP differs from the tested versions.
     """
 

@@ -1,15 +1,11 @@
-"""Corrections of PaddleNLP's models: their shards, and the values of their classes.
+"""Corrections for PaddleNLP: shards and configurations of its models, and samplers that can resume within an epoch.
 
-PaddleNLP names the tensors of a pipeline stage by their place in it, and its heads do not describe that tensor
-parallelism cuts them, although their parameters state it (``is_distributed``, ``split_axis``). Both are corrected here.
-A parameter that is cut without a stated axis is refused.
+PaddleNLP names tensors by their position in a pipeline stage, and describes tensor-parallel heads as unsharded although
+their parameters have ``is_distributed`` and ``split_axis``. Parameters that are sharded without an axis are rejected.
 
-Samplers of PaddleNLP's Trainer that can begin in the middle of an epoch.
-
-On several processes PaddleNLP uses the order of Paddle's ``DistributedBatchSampler``. It is shuffled by the number of
-the epoch and always begins with its first sample. :class:`MappingDistributedBatchSampler` has the same batches. On one
-process PaddleNLP draws an order from a global generator, which a resumed run cannot repeat: it gets the order of
-several processes as well.
+On several processes PaddleNLP shuffles with Paddle's ``DistributedBatchSampler``, seeded by the epoch, which always
+starts at the first sample. :class:`MappingDistributedBatchSampler` yields the same batches from any sample. A single
+process uses this order too, because PaddleNLP's own order depends on a global generator and cannot be reproduced.
 """
 
 from __future__ import annotations
@@ -27,28 +23,28 @@ from paddleformers_fc.families.description import IS_NLP
 from paddleformers_fc.text import fold
 
 _OTHER_MODELS = {
-    "alibi": "positions are encoded by biases of attention",
-    "use_long_sequence_strategies": "positions are encoded by a strategy for long sequences",
-    "rope_scaling_type": "positions are scaled in a way that config.json cannot express",
+    "alibi": "attention biases encode positions",
+    "use_long_sequence_strategies": "a long-sequence strategy encodes positions",
+    "rope_scaling_type": "config.json cannot express this scaling of positions",
 }
-"""Keys of PaddleNLP under which Transformers would read the exported weights as another model."""
+"""PaddleNLP's configuration keys that make exported weights another model in Transformers."""
 
 _SCALINGS = {"llama": ("default", "llama3")}
-"""The scalings of positions that a class of PaddleNLP applies, beside none."""
+"""The RoPE scalings that PaddleNLP's classes implement, by model type; other classes have only ``default``."""
 
 
 def sharded_state_dict(model: Any) -> dict[str, Any]:
-    """Return the shards of a model by the names of the model on a single rank.
+    """Return the shards of a model by the names that the model has on a single rank.
 
     Raises:
-        MappingError: a parameter is cut without a stated axis.
+        MappingError: a parameter is sharded without an axis.
     """
     names = _single_names(model)
     found: dict[str, Any] = {}
     faults = []
     for key, weight in model.sharded_state_dict().items():
         name = names.get(key, key)
-        if _is_cut_and_described_whole(weight):
+        if _is_misdescribed(weight):
             axis = getattr(weight.local_tensor, "split_axis", None)
             if axis is None:
                 faults.append(f"{name}: shape {list(weight.local_shape)} on this rank")
@@ -58,7 +54,7 @@ def sharded_state_dict(model: Any) -> dict[str, Any]:
         found[name] = weight
     if faults:
         raise MappingError(
-            f"{type(model).__name__} of PaddleNLP does not describe how tensor parallelism cuts its tensors.",
+            f"{type(model).__name__} of PaddleNLP does not describe how tensor parallelism shards its tensors.",
             where=type(model).__module__,
             evidence=fold(faults),
             next_step="Train this model without tensor parallelism, or without flex_checkpoint.",
@@ -67,7 +63,7 @@ def sharded_state_dict(model: Any) -> dict[str, Any]:
 
 
 def _single_names(model: Any) -> dict[str, str]:
-    """Return the names in a model on a single rank by those in a pipeline stage."""
+    """Return the mapping from names in a pipeline stage to names on a single rank."""
     if not hasattr(model, "_set_pipeline_name_mapping"):
         return {}
     model._set_pipeline_name_mapping()
@@ -75,20 +71,21 @@ def _single_names(model: Any) -> dict[str, str]:
     return names
 
 
-def _is_cut_and_described_whole(weight: Any) -> bool:
+def _is_misdescribed(weight: Any) -> bool:
+    """Return whether a tensor-parallel parameter is described as unsharded."""
     if not isinstance(weight, ShardedWeight) or not getattr(weight.local_tensor, "is_distributed", False):
         return False
     return tuple(weight.local_shape) == tuple(weight.global_shape)
 
 
 def described_values(config: Any) -> dict[str, Any]:
-    """Return the class of a model, and the values that PaddleFormers' configurations have and PaddleNLP's lack.
+    """Return the configuration values that PaddleFormers' models have and PaddleNLP's lack.
 
     Args:
         config: the configuration of a model.
 
     Raises:
-        OptionError: a file cannot express what the configuration requests.
+        OptionError: a ``config.json`` cannot express the configuration.
     """
     faults = [
         f"{key}: {getattr(config, key)!r}: {why}" for key, why in _OTHER_MODELS.items() if getattr(config, key, None)
@@ -96,10 +93,10 @@ def described_values(config: Any) -> dict[str, Any]:
     scaling = getattr(config, "rope_scaling", None) or {}
     kind = scaling.get("rope_type", "default")
     if kind not in _SCALINGS.get(config.model_type, ("default",)):
-        faults.append(f"rope_scaling: {kind}: PaddleNLP's class ignores it, and other libraries do not")
+        faults.append(f"rope_scaling: {kind}: PaddleNLP's class ignores it, but other libraries do not")
     if faults:
         raise OptionError(
-            "flex_checkpoint: true does not support this configuration of a model of PaddleNLP.",
+            "flex_checkpoint: true does not support this PaddleNLP model configuration.",
             where=f"{type(config).__module__}.{type(config).__qualname__}",
             evidence=faults,
             next_step="Train without these keys, or without flex_checkpoint.",
@@ -109,7 +106,7 @@ def described_values(config: Any) -> dict[str, Any]:
 
 
 class MappingBatchSampler:
-    """In the place of a class of PaddleFormers that PaddleNLP does not have; nothing is an instance of it."""
+    """A placeholder without instances for PaddleFormers' class of this name, which PaddleNLP lacks."""
 
 
 class MappingDistributedBatchSampler(DistributedBatchSampler):
@@ -119,7 +116,7 @@ class MappingDistributedBatchSampler(DistributedBatchSampler):
     consumed_samples = 0
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Set the epoch, and the samples of it that all ranks together have consumed."""
+        """Set the epoch, and the number of its samples that all ranks together have consumed."""
         self.epoch, self.consumed_samples = epoch, consumed_samples
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -139,14 +136,14 @@ class MappingDistributedBatchSampler(DistributedBatchSampler):
 
 
 def resumable(sampler: Any, dataset: Any) -> Any:
-    """Return the sampler that a run with flex checkpoints reads its data by.
+    """Return a sampler that can start in the middle of an epoch.
 
     Args:
         sampler: the result of ``Trainer._get_train_sampler``.
         dataset: the training data.
     Returns:
-        a :class:`MappingDistributedBatchSampler` in the place of Paddle's own shuffling samplers; every other sampler
-        itself.
+        a :class:`MappingDistributedBatchSampler` instead of Paddle's own shuffling samplers; any other sampler
+        unchanged.
     """
     if type(sampler) is DistributedBatchSampler:
         ranks, rank, shuffle = sampler.nranks, sampler.local_rank, sampler.shuffle

@@ -305,7 +305,7 @@ def test_a_family_and_rules_are_refused_together(tmp_path: Path) -> None:
     import paddle
 
     place = tmp_path / "checkpoint-1"
-    with pytest.raises(OptionError, match="family and mapping both state the rules of a model"):
+    with pytest.raises(OptionError, match="family and mapping both define the rules of a model"):
         paddleformers_fc.save(place, paddle.nn.Linear(2, 2), family="llama", mapping=fused_rules(1, 1))
     assert not place.exists()
 
