@@ -261,8 +261,8 @@ def save(
     """Save a model, and optionally its optimizer, as a flex checkpoint. Every rank must call.
 
     Args:
-        directory: the checkpoint, usually ``checkpoint-N`` with the step as N. An older checkpoint is replaced only when
-            the new one is complete.
+        directory: the checkpoint, usually ``checkpoint-N`` with the step as N. An older checkpoint is replaced only
+            when the new one is complete.
         model: a layer with ``sharded_state_dict``, or its parallel wrapper; or a state dict of semi-automatic
             parallelism, which may be the first argument: ``save(state_dict, path)``.
         optimizer: a declared optimizer over the model's parameters; None saves only the weights. A state dict must

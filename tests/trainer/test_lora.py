@@ -226,7 +226,7 @@ def test_adapters_that_upstream_cannot_describe_are_refused_by_name(layout: Matr
 
     made: list[tuple[dict[str, Any], Any, str]] = [
         ({"loraga": True}, None, "loraga: PaddleFormers changes the base"),
-        ({"do_qat": True}, None, "do_qat: the scales of quantization"),
+        ({"do_qat": True}, None, "do_qat: the quantization scales"),
         ({}, LoRAModel.merge, "is merged into its base; call unmerge()"),
         ({}, quantize, "a quantized base"),
         ({"target_modules": None}, None, "no tensor of the model is trained"),

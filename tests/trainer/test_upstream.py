@@ -335,7 +335,7 @@ def test_the_mixin_takes_trainers_of_paddleformers_and_nothing_else() -> None:
     module = ModuleType("paddlenlp.trainer.trainer")
     sys.modules[module.__name__] = module
     paddlenlp = type("Trainer", (), {"__module__": module.__name__})
-    none, of_paddlenlp = "Mine is not a Trainer of PaddleFormers", "that of PaddleNLP has paddleformers_fc.nlp"
+    none, of_paddlenlp = "Mine is not a Trainer of PaddleFormers", "For PaddleNLP's Trainer use paddleformers_fc.nlp"
     for bases, text in (
         ((FlexTrainerMixin,), none),
         ((FlexTrainerMixin, type("Empty", (), {})), none),
