@@ -138,7 +138,7 @@ def _file_digests(source: _Source, channel: Channel) -> dict[str, str]:
     opened = run_on_all(channel, "looking at the base of the adapters", lambda: open_huggingface(directory))
     mine = sorted(opened.files)[channel.rank :: channel.world_size]
 
-    def read() -> _Digests:
+    def read() -> _FileDigests:
         recorded = opened.recorded
         found = {name: recorded[name].digest if name in recorded else digest_of(directory / name) for name in mine}
         # Checked after hashing, to detect files that were replaced meanwhile.
