@@ -5,13 +5,13 @@ code  meaning
 ====  ================================================================================================================
 0     success
 1     a fault was found: a checkpoint is damaged, incomplete or does not fit, or two checkpoints differ
-2     invalid usage, or an operation that failed without a result about a checkpoint
+2     invalid usage, or the command failed before it could check a checkpoint
 130   interrupted by Ctrl-C
-141   the reader of the output has closed it, as ``head`` does
+141   the reader of the output has closed the pipe, as ``head`` does
 ====  ================================================================================================================
 
-``train`` returns the code of its job. Commands are declared here; each is implemented in a module that is imported when
-the command runs. Only ``train`` imports Paddle. ``--help`` does not import Rich.
+``train`` returns the code of its job. Each command imports its implementation when it runs; ``--help`` does not import
+Rich, and most commands do not import Paddle.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _REMOVED = {
 
 
 class _Commands(TyperGroup):
-    """A group whose help has the whole first sentence of every command."""
+    """A command group whose help shows the first sentence of every command in full."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in _REMOVED:
@@ -63,7 +63,7 @@ class _Commands(TyperGroup):
             formatter.write_dl(rows)
 
 
-# Without markup, --help and misuse do not import Rich, which takes longer than all else.
+# Without markup, --help and usage errors do not import Rich, which would dominate their time.
 app = typer.Typer(
     cls=_Commands,
     rich_markup_mode=None,
@@ -89,7 +89,7 @@ def program(
 
 
 class Level(str, Enum):
-    """Verification level."""
+    """How thoroughly to verify."""
 
     off = "off"
     size = "size"
@@ -97,7 +97,7 @@ class Level(str, Enum):
 
 
 class Tied(str, Enum):
-    """The copy of a tied tensor that is read."""
+    """Which copy of a tied tensor to read."""
 
     refuse = "refuse"
     first = "first"
@@ -105,7 +105,7 @@ class Tied(str, Enum):
 
 
 def _directories(incomplete: str) -> list[str]:
-    """Return the directories that begin with a text, for the completion of a shell."""
+    """Return the directories that begin with a text, for shell completion."""
     parent = Path(incomplete).parent if not incomplete.endswith("/") else Path(incomplete)
     found = [f"{path}/" for path in parent.expanduser().glob("*") if path.is_dir()]
     return sorted(path for path in found if path.startswith(incomplete.removeprefix("./")))
@@ -158,10 +158,10 @@ def inspect(
 
 @app.command("list")
 def list_checkpoints(directory: OutputDirectory, as_json: Json = False) -> int:
-    """List the checkpoints of an output directory: steps, layouts, sizes, whether each is whole; and leftovers.
+    """List the checkpoints of an output directory: steps, layouts, sizes, whether each is complete; and leftovers.
 
-    A checkpoint is whole if its files have the recorded sizes and its documents the recorded checksums. The list
-    includes the checkpoints of the run's local tier on this machine.
+    A checkpoint is complete if all files have the recorded sizes, and metadata files the recorded checksums. The list
+    includes the run's local tier on this machine.
     """
     from paddleformers_fc.cli import inspection
     from paddleformers_fc.execute.output_directory import list_output
@@ -176,11 +176,11 @@ def list_checkpoints(directory: OutputDirectory, as_json: Json = False) -> int:
 def explain(
     checkpoint: Checkpoint,
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="A canonical or stored name; states end in a suffix, as .moment1_0.")
+        str, typer.Argument(metavar="NAME", help="A canonical or stored name; states have a suffix such as .moment1_0.")
     ],
     as_json: Json = False,
 ) -> int:
-    """Show every stored box that a tensor is read from, or every box that reads it, and the rules between them."""
+    """Trace a tensor to its files and byte offsets, and show the mapping rules."""
     import paddleformers_fc
     from paddleformers_fc.cli import explaining
 
@@ -197,18 +197,18 @@ def doctor(
         str | None,
         typer.Argument(metavar="OUTPUT_DIR", help="Where a job saves or will save.", autocompletion=_directories),
     ] = None,
-    hooks: Annotated[bool, typer.Option(help="Import Paddle, and compare what this package replaces in it.")] = True,
+    hooks: Annotated[bool, typer.Option(help="Import Paddle, and check the hooks of this package in it.")] = True,
     as_json: Json = False,
 ) -> int:
     """Diagnose this environment and an output directory: versions, disk, space, and what a resume would do.
 
-    128 MiB are written to the directory and read again to measure its disk; none of it stays.
+    To measure the disk, a file of 128 MiB is written to the directory, read and deleted.
     """
     from paddleformers_fc.cli import verification
     from paddleformers_fc.trainer.diagnosis import diagnose
 
     output_dir = None if directory is None else _local(directory, "A diagnosis")
-    with progress.working("examining the environment"):
+    with progress.working("checking the environment"):
         found = diagnose(output_dir, hooks)
     _present(found, verification.show_diagnosis, as_json)
     return OK if found.passed else FAULT
@@ -220,12 +220,12 @@ def verify(
     level: Annotated[
         Level,
         typer.Option(
-            help="off: manifest and headers. size: also presence and size of files, and documents. full: every byte."
+            help="off: manifest and headers. size: also sizes of files, and metadata files. full: every byte."
         ),
     ] = Level.full,
     as_json: Json = False,
 ) -> int:
-    """Verify a checkpoint: files and checksums, headers, coverage, the proof of its mapping, tied tensors."""
+    """Verify a checkpoint: files, checksums, headers, coverage, the proof of its mapping, and tied tensors."""
     import msgspec
 
     from paddleformers_fc.cli import verification
@@ -249,13 +249,13 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint or open weights: a path or a URL.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The other checkpoint.")],
     role: Annotated[
-        str | None, typer.Option(help="Compare this role alone: model_state, master_weight, optimizer_state, ...")
+        str | None, typer.Option(help="Compare only this role: model_state, master_weight, optimizer_state, ...")
     ] = None,
     as_json: Json = False,
 ) -> int:
     """Compare two checkpoints tensor by tensor (md5 in canonical form), across parallel layouts and formats.
 
-    Beside a directory of open weights only model_state is compared.
+    If one of them is a directory of open weights, only model_state is compared.
     """
     import paddleformers_fc
     from paddleformers_fc.cli import difference
@@ -264,7 +264,7 @@ def diff(
     with progress.working(f"comparing {one} and {other}"):
         try:
             found = paddleformers_fc.open(one).diff(paddleformers_fc.open(other), role)
-        except NotACheckpoint as error:  # No tensor was compared: 1 would mean that they differ.
+        except NotACheckpoint as error:  # Not code 1, which means that tensors differ.
             output.print_error(error, as_json)
             return MISUSE
     _present(found, difference.show, as_json)
@@ -276,16 +276,16 @@ def aoa(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A family, such as llama, or a directory with config.json.")
     ],
-    reverse: Annotated[bool, typer.Option("--reverse", help="From the model to open weights.")] = False,
-    toy: Annotated[bool, typer.Option("--toy", help="Print the statements of a family for toy sizes.")] = False,
+    reverse: Annotated[bool, typer.Option("--reverse", help="Map the model to open weights.")] = False,
+    toy: Annotated[bool, typer.Option("--toy", help="Print the statements of a family for a toy model.")] = False,
     tp: Annotated[
-        int | None, typer.Option(min=1, help="The tensor-parallel degree, where the statements depend on it.")
+        int | None, typer.Option(min=1, help="The tensor-parallel degree, if the statements depend on it.")
     ] = None,
     as_json: Json = False,
 ) -> int:
     """Print a model's mapping as AOA statements, as Paddle's FlexCheckpoint reads them.
 
-    They follow from the sizes in the model's config.json. A family alone has none, and takes --toy.
+    They depend on the sizes in the model's config.json. A family name has no sizes and needs --toy.
     """
     from paddleformers_fc.cli import explaining
     from paddleformers_fc.formats.aoa_statements import aoa_statements
@@ -311,7 +311,7 @@ def plan(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="A YAML or JSON file with aoa_config, such as that of the training, or with its statements alone.",
+            help="A YAML or JSON file with aoa_config, such as the training configuration, or only its statements.",
         ),
     ] = None,
     html: Annotated[
@@ -323,19 +323,19 @@ def plan(
 ) -> int:
     """Show the bytes, reads, memory and dropped tensors of a load under another layout, rank by rank.
 
-    No tensor is loaded. A layout that the model cannot have is refused with the sizes.
+    No tensor is loaded. If the layout does not divide the model, the error lists the sizes.
     """
     import paddleformers_fc
     from paddleformers_fc.cli import planning
 
     source = _named(directory)
     with progress.working(f"planning {source}"):
-        stated = None if aoa_config is None else planning.read_aoa_config(aoa_config)
+        statements = None if aoa_config is None else planning.read_aoa_config(aoa_config)
         checkpoint = paddleformers_fc.open(source)
         if html is None:
-            found = checkpoint.plan(to, dtype, stated)
+            found = checkpoint.plan(to, dtype, statements)
         else:
-            flows = checkpoint.plan_flows(to, dtype, stated)
+            flows = checkpoint.plan_flows(to, dtype, statements)
             planning.write_page(html, flows, ranks_per_node)
             found = flows.plan
     _present(found, planning.show, as_json)
@@ -351,27 +351,27 @@ def export(
     max_shard_size: Annotated[
         str,
         typer.Option(
-            help="Maximum bytes of tensors in one file: 500MB, 5GB, 4GiB, ... The header is extra, and a larger tensor "
-            "has a file of its own."
+            help="Largest file, in bytes of tensors without the header: 500MB, 5GB, 4GiB, ... A larger tensor gets a "
+            "file of its own."
         ),
     ] = "5GB",
     verify: Annotated[
         Level,
         typer.Option(
-            help="How the checkpoint is verified first; only full detects flipped bits. off needs the files of weights "
+            help="How thoroughly to verify the checkpoint; only full detects flipped bits. off needs the weight files "
             "only."
         ),
     ] = Level.full,
     replace: Annotated[bool, typer.Option("--replace", help="Replace an older export in the directory.")] = False,
     tied: Annotated[
-        Tied, typer.Option(help="Which copy of a tensor is exported, by stage or rank, where copies differ.")
+        Tied, typer.Option(help="Which copy of a tensor to export, by stage or rank, if copies differ.")
     ] = Tied.refuse,
     as_format: Annotated[
         str,
         typer.Option("--format", help="huggingface, peft or paddleformers-lora; by default peft for adapters."),
     ] = "",
     base: Annotated[
-        str, typer.Option("--base", help="Open weights into which the adapters of the checkpoint are merged.")
+        str, typer.Option("--base", help="Open weights into which to merge the checkpoint's adapters.")
     ] = "",
     accept_base: Annotated[
         bool, typer.Option("--accept-base", help="Merge into a base that the adapters were not trained on.")
@@ -384,7 +384,7 @@ def export(
     ] = "",
     as_json: Json = False,
 ) -> int:
-    """Write a checkpoint's weights as Hugging Face files; prints them and one md5, the same for every layout."""
+    """Write a checkpoint's weights as Hugging Face files, and print one md5, which is equal for every layout."""
     from paddleformers_fc.cli import exporting
     from paddleformers_fc.trainer.options import parse_size
 
@@ -409,7 +409,7 @@ def export(
 
 
 class Target(str, Enum):
-    """Format of a conversion."""
+    """The target format of a conversion."""
 
     flex = "flex"
     hf = "hf"
@@ -427,13 +427,13 @@ def convert(
     config: Annotated[
         str, typer.Option("--config", help="A directory with the model's config.json, if SRC has none.")
     ] = "",
-    max_shard_size: Annotated[str, typer.Option(help="Maximum bytes of tensors in one file, as for export.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Largest file, in bytes of tensors, as for export.")] = "5GB",
     verify: Annotated[
-        Level, typer.Option(help="How recorded checksums are compared first; only full detects flipped bits.")
+        Level, typer.Option(help="How thoroughly to verify recorded checksums; only full detects flipped bits.")
     ] = Level.full,
     replace: Annotated[bool, typer.Option("--replace", help="Replace older weights in OUT; with --format hf.")] = False,
     tied: Annotated[
-        Tied, typer.Option(help="Which copy of a tensor is read, by stage or rank, where copies differ.")
+        Tied, typer.Option(help="Which copy of a tensor to read, by stage or rank, if copies differ.")
     ] = Tied.refuse,
     as_json: Json = False,
 ) -> int:
@@ -463,8 +463,8 @@ def clean(
 ) -> int:
     """Remove leftovers of interrupted saves, after a confirmation for each; checkpoints are never removed.
 
-    On a file system without locks, make sure that no job saves in this directory.
-    --json without --yes lists the leftovers and removes none.
+    On a file system without locks, first make sure that no job saves to this directory.
+    --json without --yes only lists the leftovers.
     """
     from paddleformers_fc.cli import inspection
     from paddleformers_fc.execute import output_directory
@@ -486,19 +486,21 @@ def train(
         Path, typer.Argument(metavar="CONFIG.yaml", exists=True, dir_okay=False, help="A PaddleFormers configuration.")
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys that replace the configuration's.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides of keys in the configuration.")
     ] = None,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Local ranks on a machine without an accelerator; 1 by default.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print command and environment; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the command and its environment, but do not run it.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Run the stock PaddleFormers training of a YAML, with flex checkpoints.
 
-    Without an accelerator: on --nproc local processes over gloo.
+    Without an accelerator, it runs on --nproc local processes over gloo.
 
-    With one: through paddleformers-cli, which starts
+    With one, it runs paddleformers-cli, which starts
     paddle.distributed.launch on the visible devices.
 
     Logs go to output_dir/log (then log-2, ...); a filtered log of rank 0 is
@@ -511,8 +513,8 @@ def train(
         _present(job, training.show_job, as_json)
         return OK
     if not job.flex:
-        idle = f", and without effect: {', '.join(job.idle)}" if job.idle else ""
-        text = "flex_checkpoint is not true, so checkpoints are saved in PaddleFormers' own format"
+        idle = f", and these keys have no effect: {', '.join(job.idle)}" if job.idle else ""
+        text = "flex_checkpoint is not true, so checkpoints have PaddleFormers' own format"
         sys.stderr.write(f"{PROGRAM}: {text}{idle}.\n")
     ended, problem = training.run(job, echo=sys.stderr if as_json else sys.stdout)
     if as_json:
@@ -561,13 +563,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line.
 
     Args:
-        arguments: without the program's name; by default those of this process.
+        arguments: the arguments without the program's name; by default those of this process.
     Returns:
         the exit code.
     """
     with output.closed_pipe_ignored():
         code = _run(arguments)
-        # A buffered stream fails here at the earliest, after the command has returned its code.
+        # Flush here, so that a closed pipe fails inside the context manager.
         sys.stdout.flush()
         return code
     return CLOSED
@@ -584,7 +586,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         output.print_error(error, as_json)
         return exit_code(error)
     except typer.TyperException as error:
-        # Typer names the exception of a value that is not in a list of values.
+        # Typer puts the name of an exception before messages about invalid choices.
         error.message = error.message.removeprefix("Value error, ")
         if as_json:
             output.print_error(OptionError(error.format_message(), next_step=_HELP), as_json)
@@ -596,7 +598,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        # A traceback would end in code 1, which means a fault of a checkpoint.
+        # An uncaught exception would end with code 1, which means a fault of a checkpoint.
         traceback.print_exc()
         if as_json:
             output.print_error(FlexError(f"{type(error).__name__}: {error}", next_step="Report this fault."), as_json)
@@ -604,11 +606,11 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _named(text: str) -> AnyPath:
-    """Return the directory of an argument. Remote ones are not checked here: not every store has directories.
+    """Return the directory of an argument. URLs are not checked here, because not every store has directories.
 
     Raises:
-        OptionError: the URL cannot be that of a directory, or the argument is empty.
-        StorageError: the operating system refused to look.
+        OptionError: the URL cannot be a directory, or the argument is empty.
+        StorageError: the operating system denied access.
         typer.BadParameter: there is no such directory on this machine.
     """
     from paddleformers_fc.storage.files import exists, is_directory
@@ -622,11 +624,11 @@ def _named(text: str) -> AnyPath:
 
 
 def _target(text: str, doing: str) -> AnyPath:
-    """Return the directory of an argument that is written.
+    """Return the directory to which a command writes.
 
     Raises:
         BadParameter: it is a file.
-        OptionError: it cannot be written, or would end with this process.
+        OptionError: it cannot be written, or is in the memory of this process.
     """
     from paddleformers_fc.storage.files import exists, is_directory
     from paddleformers_fc.storage.paths import expand_user, parse_target, require_lasting
@@ -639,7 +641,7 @@ def _target(text: str, doing: str) -> AnyPath:
 
 
 def _local(text: str, doing: str) -> Path:
-    """Return the directory of an argument that must be on this machine."""
+    """Return the directory of an argument, which must be on this machine."""
     from paddleformers_fc.storage.paths import require_local
 
     return require_local(_named(text), doing)
