@@ -30,7 +30,7 @@ import xxhash
 
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.storage.checksum import FileChecksum
-from paddleformers_fc.storage.files import MOST_BUFFERS, OpenFile, memory_at, open_local, read_several
+from paddleformers_fc.storage.files import MAX_BUFFERS, OpenFile, memory_at, open_local, read_several
 from paddleformers_fc.storage.identities import (
     NO_IDENTITIES,
     Identities,
@@ -311,7 +311,7 @@ class _Worker:
         while index < len(parts):
             begin = end = parts[index][0]
             views: list[memoryview] = []
-            while index < len(parts) and parts[index][0] == end and len(views) < MOST_BUFFERS:
+            while index < len(parts) and parts[index][0] == end and len(views) < MAX_BUFFERS:
                 _, length, address = parts[index]
                 views.append(memory_at(address, length))
                 end, index = end + length, index + 1

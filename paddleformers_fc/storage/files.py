@@ -1,9 +1,8 @@
 """Write, sync, rename and delete local files; no other module does.
 
-Its functions add three properties to the bare calls. A refusal of the operating system becomes a :class:`StorageError`
-with the path. A write continues until every byte is accepted. A file counts as written once it is synced.
-
-Readers take a local or remote path (:mod:`.paths`); writers take a local one.
+The functions add three properties to the system calls: an error of the operating system becomes a
+:class:`StorageError` with the path, a write continues until every byte is written, and a file is synced when it is
+closed. Readers accept a local or remote path (:mod:`.paths`); writers accept only a local path.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
 
-# Linux takes 1024, and every system at least 16.
-MOST_BUFFERS = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
-"""Maximum number of buffers of :func:`read_several`."""
+# Linux supports 1024, and every system at least 16.
+MAX_BUFFERS = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
+"""Maximum number of buffers for :func:`read_several`."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _NOTHING_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
-"""Errors of a name that leads to no file; links in a circle are among them."""
+"""Errors of a path that leads to no file, including circular links."""
 _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 _NO_TIME: int = getattr(os, "O_NOATIME", 0)
 _ADVICE = {
     errno.ENOSPC: "Free space on this file system, or save elsewhere, and try again.",
-    errno.EFBIG: "Raise the limit of a file's size (ulimit -f), or bound the files of a save, and try again.",
+    errno.EFBIG: "Raise the file size limit (ulimit -f), or write smaller files, and try again.",
     errno.EDQUOT: "Free some of your quota on this file system, or save elsewhere, and try again.",
-    errno.EACCES: "Give this user the right to this path, or choose another.",
-    errno.EPERM: "Give this user the right to this path, or choose another.",
+    errno.EACCES: "Give this user permission for this path, or choose another path.",
+    errno.EPERM: "Give this user permission for this path, or choose another path.",
     errno.EROFS: "The file system is mounted read-only; choose another directory.",
     errno.EIO: "The device reported a failure; check the system log before you rely on anything on it.",
     errno.ESTALE: "The network file system lost this file; check the mount and try again.",
-    errno.EMFILE: "Raise the limit of open files (ulimit -n).",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n).",
     errno.EEXIST: "Choose a name that does not exist yet; nothing was overwritten.",
 }
 
@@ -56,8 +55,8 @@ def refused(action: str, path: Path | str, error: OSError, offset: int | None = 
 
     Args:
         action: an infinitive such as "write" or "rename".
-        path: the name that was passed to the call.
-        error: the error of the system.
+        path: the path that was passed to the call.
+        error: the error of the system call.
         offset: the byte of the file at which it failed, if any.
     """
     reason = error.strerror or type(error).__name__
@@ -82,31 +81,31 @@ def byte_view(buffer: Any) -> memoryview:
     """Return the bytes of a C-contiguous buffer, flat and without a copy.
 
     Args:
-        buffer: bytes, memoryview or numpy array of any dtype, also those of ``ml_dtypes`` that have no buffer format.
+        buffer: bytes, memoryview or numpy array of any dtype, including those of ``ml_dtypes`` without a buffer format.
 
     Raises:
-        FormatError: the bytes are not in one piece, or are not little-endian.
+        FormatError: the buffer is not contiguous, or not little-endian.
     """
     if isinstance(buffer, np.ndarray):
         if not buffer.flags.c_contiguous:
-            raise FormatError(f"An array of shape {buffer.shape} is not C-contiguous and cannot be taken as bytes.")
+            raise FormatError(f"An array of shape {buffer.shape} is not C-contiguous and cannot be viewed as bytes.")
         if buffer.dtype.byteorder == ">":
-            raise FormatError(f"An array of dtype {buffer.dtype} is big-endian; files hold little-endian numbers.")
+            raise FormatError(f"An array of dtype {buffer.dtype} is big-endian; files contain little-endian numbers.")
         buffer = buffer.reshape(-1).view(np.uint8)
     view = memoryview(buffer)
     if not view.c_contiguous:
-        raise FormatError(f"A buffer of shape {view.shape} is not contiguous and cannot be taken as bytes.")
+        raise FormatError(f"A buffer of shape {view.shape} is not contiguous and cannot be viewed as bytes.")
     # A view with a zero in its shape cannot be cast.
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
-# A view of all addresses: its slices are created fifty times as fast as views of their own.
+# A view of the complete address space, because slicing it is fifty times as fast as creating a view.
 _FIRST_ADDRESS = 4096
 _MEMORY = memoryview((ctypes.c_char * (1 << 62)).from_address(_FIRST_ADDRESS)).cast("B")
 
 
 def memory_at(address: int, length: int) -> memoryview:
-    """Return the bytes at an address of this process. They are the caller's, and must outlive the view."""
+    """Return the bytes at an address of this process. The caller must keep the memory alive."""
     return _MEMORY[address - _FIRST_ADDRESS : address - _FIRST_ADDRESS + length]
 
 
@@ -114,8 +113,8 @@ class OpenFile(msgspec.Struct, frozen=True):
     """A regular file open for reading; a context manager that closes it.
 
     Attributes:
-        path: the name it was opened under.
-        descriptor: of the operating system.
+        path: the path that was opened.
+        descriptor: the file descriptor.
         size: its length in bytes when it was opened.
     """
 
@@ -124,7 +123,7 @@ class OpenFile(msgspec.Struct, frozen=True):
     size: int
 
     def close(self) -> None:
-        """Give the descriptor back; to be called once."""
+        """Close the descriptor; must be called only once."""
         with _naming("close", self.path):
             os.close(self.descriptor)
 
@@ -136,7 +135,7 @@ class OpenFile(msgspec.Struct, frozen=True):
 
 
 def open_regular(path: AnyPath) -> OpenFile | RemoteFile:
-    """Open a file to read it.
+    """Open a file for reading.
 
     Raises:
         Corrupt: there is no such file.
@@ -147,7 +146,7 @@ def open_regular(path: AnyPath) -> OpenFile | RemoteFile:
 
 
 def open_local(path: Path) -> OpenFile:
-    """Open a file of this machine as :func:`open_regular` does."""
+    """Open a local file, like :func:`open_regular`."""
     try:
         descriptor = _opened(path)
     except OSError as error:
@@ -155,7 +154,7 @@ def open_local(path: Path) -> OpenFile:
             raise refused("open", path, error) from error
         raise remote.missing(path) from error
     try:
-        with _naming("look at", path):
+        with _naming("access", path):
             status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError(f"{path} is not a regular file.", where=str(path), next_step=remote.RESTORE_FILE)
@@ -166,10 +165,10 @@ def open_local(path: Path) -> OpenFile:
 
 
 def _opened(path: Path) -> int:
-    # O_NONBLOCK: a pipe in place of a file is refused later instead of waiting for a writer.
+    # With O_NONBLOCK, opening a pipe does not wait for a writer; the caller rejects it.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        # Checking whether the access time is due takes 8 % of a read of a few KiB, and the time is not used.
+        # Updating the access time, which nothing uses, takes 8 % of a read of a few KiB.
         return os.open(path, flags | _NO_TIME)
     except PermissionError:
         if not _NO_TIME:
@@ -182,18 +181,18 @@ def read_into(file: OpenFile | RemoteFile, offset: int, buffer: Any) -> None:
 
     Raises:
         Corrupt: the file ends before the buffer is full.
-        FormatError: the buffer is read-only or not in one piece.
+        FormatError: the buffer is read-only or not contiguous.
         StorageError: the operating system refused.
     """
     view = byte_view(buffer)
     if view.readonly:
-        raise FormatError(f"A read-only buffer cannot take bytes of {file.path}.", where=str(file.path))
+        raise FormatError(f"{file.path} cannot be read into a read-only buffer.", where=str(file.path))
     if isinstance(file, RemoteFile):
         file.read_into(offset, view)
         return
     done = 0
     while done < view.nbytes:
-        # One call moves at most about 2 GiB and may move less; an interrupted call is repeated by Python itself.
+        # One call reads at most about 2 GiB and may read less; Python itself repeats an interrupted call.
         with _naming("read", file.path):
             count = os.preadv(file.descriptor, [view[done:]], offset + done)
         if count == 0:
@@ -202,12 +201,12 @@ def read_into(file: OpenFile | RemoteFile, offset: int, buffer: Any) -> None:
 
 
 def read_several(file: OpenFile, offset: int, views: Sequence[memoryview]) -> None:
-    """Fill several buffers with successive bytes from ``offset`` on, in one call where the system does it in one.
+    """Fill several buffers with successive bytes from ``offset`` on, usually in one system call.
 
     Args:
-        file: open for reading.
-        offset: of the first byte.
-        views: flat and writable, ``MOST_BUFFERS`` of them at most.
+        file: the open file.
+        offset: offset of the first byte.
+        views: flat and writable buffers, at most ``MAX_BUFFERS``.
 
     Raises:
         Corrupt: the file ends before the last buffer is full.
@@ -231,18 +230,18 @@ def read_range(file: OpenFile | RemoteFile, offset: int, length: int) -> bytes:
 
 
 class RandomAccessWriter:
-    """A new file whose pieces come in any order, from several threads at once; synced when it is closed.
+    """A new file that is written in any order, from several threads at once, and synced when it is closed.
 
-    It computes no checksum, and the caller must check that every piece was written. After an error the written bytes
-    stay, so that the fault can be inspected.
+    It computes no checksum, and the caller must check that every byte was written. After an error the file stays, so
+    that it can be inspected.
 
     Args:
-        path: the file; it must not exist. A missing directory between ``root`` and the file is created.
-        root: the directory that the file must be in. Without it no directory is created.
+        path: the file; it must not exist. Missing directories between ``root`` and the file are created.
+        root: the directory that the file must be in. Without it, no directory is created.
 
     Attributes:
         path: the file.
-        name: its path relative to the root; without a root its bare name.
+        name: its path relative to the root, or its name if there is no root.
 
     Raises:
         StorageError: the file exists or cannot be created.
@@ -267,8 +266,8 @@ class RandomAccessWriter:
         done = 0
         while done < view.nbytes:
             try:
-                # In one call: of two threads that write a file one waits for the other, and then reads while that one
-                # waits. Python repeats an interrupted call; a short one continues here.
+                # Everything in one call: two threads that write to one file then alternate, and one reads while the
+                # other writes. Python repeats an interrupted call; a short write continues here.
                 count = os.pwrite(self._descriptor, view[done:], offset + done)
                 if count == 0:
                     raise OSError(errno.EIO, "no byte was accepted")
@@ -280,18 +279,18 @@ class RandomAccessWriter:
         """Sync and close, after the last write.
 
         Raises:
-            StorageError: the bytes could not be brought to the device, or the file is closed already.
+            StorageError: the bytes could not be written to the device, or the file is already closed.
         """
         self._check_open()
         try:
-            # A sync that failed is not tried again: the system may have dropped the bytes and would then succeed.
+            # A failed sync is not repeated: the system may have dropped the bytes, and the next sync would succeed.
             with _naming("sync", self.path):
                 os.fsync(self._descriptor)
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the descriptor and leave the file as it is; harmless after ``close``."""
+        """Close the descriptor and leave the file as it is; does nothing after ``close``."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             with _naming("close", self.path):
@@ -299,7 +298,7 @@ class RandomAccessWriter:
 
     def _check_open(self) -> None:
         if self._descriptor < 0:
-            raise StorageError(f"{self.path} is closed and cannot be written on.", where=str(self.path))
+            raise StorageError(f"{self.path} is already closed.", where=str(self.path))
 
 
 def write_file(path: Path, data: bytes, *, root: Path | None = None) -> FileChecksum:
@@ -326,7 +325,7 @@ def read_file(path: AnyPath) -> bytes:
 
 
 def fsync_file(path: Path) -> None:
-    """Sync a file that other code wrote.
+    """Sync a file that other code has written.
 
     Raises:
         Corrupt: it is missing.
@@ -337,10 +336,12 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the entries of a directory (created, renamed, deleted names) survive a power failure.
+    """Sync the entries of a directory, so that created, renamed and deleted names survive a power failure.
+
+    Does nothing on a file system that does not support it.
 
     Raises:
-        StorageError: the directory cannot be opened or synced. A file system that has no such sync is left alone.
+        StorageError: the directory cannot be opened or synced.
     """
     with _naming("sync", path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -354,12 +355,12 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Create a directory and its missing parents, and bring the names of all of them to the device.
+    """Create a directory and its missing parents, and sync the names of all of them.
 
-    Parents that exist are synced as well: another library may have created them a moment ago, and does not sync.
+    Existing parents are synced as well, because another library may just have created them without a sync.
 
     Raises:
-        StorageError: one of them cannot be created or synced.
+        StorageError: a directory cannot be created or synced.
     """
     with _naming("create", path):
         missing = [one for one in (path, *path.parents) if not one.is_dir()]
@@ -369,14 +370,14 @@ def make_directories(path: Path) -> None:
                 os.mkdir(directory)
     for parent in real_path(path).parents:
         if not os.access(parent, os.R_OK | os.W_OK):
-            break  # No process of this user has created anything there.
+            break  # No process of this user can have created anything there.
         fsync_directory(parent)
 
 
 def check_writable(path: Path) -> None:
-    """Check that a directory can be created and written into, without leaving a trace.
+    """Check that a directory can be created and written into, and leave nothing behind.
 
-    A directory with a unique name is created, and deleted, in the existing part of the path.
+    A directory with a unique name is created and deleted in the existing part of the path.
 
     Raises:
         StorageError: :func:`make_directories` would fail, or no entry can be created in the directory.
@@ -387,12 +388,12 @@ def check_writable(path: Path) -> None:
 
 
 def real_path(path: Path) -> Path:
-    """Return the absolute path that a name leads to through all links, also where nothing is there.
+    """Resolve all links of a path, which need not exist.
 
     Raises:
-        StorageError: the operating system refused to look.
+        StorageError: the operating system refused access.
     """
-    with _naming("look at", path):
+    with _naming("access", path):
         return Path(os.path.realpath(path))
 
 
@@ -417,7 +418,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Delete a file; one that is already gone is no fault.
+    """Delete a file if it exists.
 
     Raises:
         StorageError: the operating system refused.
@@ -427,7 +428,7 @@ def remove_file(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory with all it holds; links are deleted, never followed. One that is gone is no fault.
+    """Delete a directory and its content, if it exists; links are deleted, never followed.
 
     Raises:
         StorageError: the operating system refused.
@@ -447,7 +448,7 @@ def list_directory(path: Path) -> list[Path]: ...
 @overload
 def list_directory(path: AnyPath) -> Sequence[AnyPath]: ...
 def list_directory(path: AnyPath) -> Sequence[AnyPath]:
-    """Return the entries of a directory, by name; none if it does not exist.
+    """Return the entries of a directory, sorted by name; none if it does not exist.
 
     Raises:
         StorageError: it cannot be listed, or is not a directory.
@@ -460,7 +461,7 @@ def list_directory(path: AnyPath) -> Sequence[AnyPath]:
 
 
 def subdirectories(path: AnyPath) -> Sequence[AnyPath]:
-    """Return the directories in a directory, by name.
+    """Return the directories in a directory, sorted by name.
 
     Raises:
         StorageError: it cannot be listed, or is not a directory.
@@ -469,39 +470,39 @@ def subdirectories(path: AnyPath) -> Sequence[AnyPath]:
         return [one for one in remote.list_remote(path) if is_directory(one)]
     with _naming("list", path), os.scandir(path) as entries:
         found = [one for one in entries if one.is_dir(follow_symlinks=False) or one.is_symlink()]
-        # Only a link has to be looked at.
+        # Only links need another system call.
         return sorted(path / one.name for one in found if not one.is_symlink() or is_directory(path / one.name))
 
 
 def is_directory(path: AnyPath) -> bool:
-    """Return whether ``path`` is a directory or a link to one; False if there is no such name.
+    """Return whether ``path`` is a directory or a link to one; False if it does not exist.
 
     Raises:
-        StorageError: the operating system or the store refused to look.
+        StorageError: the operating system or the store refused access.
     """
     if isinstance(path, RemotePath):
         if remote.list_remote(path):
             return True
-        found = remote.stat_remote(path)  # Of the backends, only file servers have empty directories.
+        found = remote.stat_remote(path)  # Backends for file servers, unlike object stores, have empty directories.
         return found is not None and found.kind == "directory"
     status = _stat(path, follow_links=True)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def exists(path: AnyPath) -> bool:
-    """Return whether there is a file or directory of this name.
+    """Return whether ``path`` exists.
 
     Raises:
-        StorageError: the operating system or the store refused to look.
+        StorageError: the operating system or the store refused access.
     """
     return stat_path(path) is not None
 
 
 def is_file(path: AnyPath) -> bool:
-    """Return whether ``path`` is a regular file or a link to one; False if there is no such name.
+    """Return whether ``path`` is a regular file or a link to one; False if it does not exist.
 
     Raises:
-        StorageError: the operating system or the store refused to look.
+        StorageError: the operating system or the store refused access.
     """
     status = stat_path(path)
     if isinstance(status, RemoteStatus):
@@ -510,48 +511,48 @@ def is_file(path: AnyPath) -> bool:
 
 
 def check_not_file(target: AnyPath) -> None:
-    """Refuse a target of a directory whose name a file has.
+    """Check that a target directory is not a file.
 
     Raises:
-        OptionError: it is a file, a link to one, or a link in a circle.
-        StorageError: the operating system or the store refused to look.
+        OptionError: it is a file, a link to a file, or a circular link.
+        StorageError: the operating system or the store refused access.
     """
     circle = isinstance(target, Path) and os.path.islink(real_path(target))
     if circle or (exists(target) and not is_directory(target)):
         raise OptionError(
-            f"{target} is {'a link to itself' if circle else 'a file'}, and a directory would be written in its place.",
+            f"{target} is {'a link to itself' if circle else 'a file'}, not a directory.",
             where=str(target),
             next_step="Name a directory that does not exist yet; nothing was written.",
         )
 
 
 def stat_path(path: AnyPath, *, follow_links: bool = True) -> os.stat_result | RemoteStatus | None:
-    """Return the status of a name from the system or the store; None if it is missing, or a link to nothing.
+    """Return the status of a path; None if it does not exist, or is a dangling link.
 
     Args:
-        path: the name.
+        path: the path.
         follow_links: False for the status of a link itself; a store has no links.
     Raises:
-        StorageError: it refused to look.
+        StorageError: the operating system or the store refused access.
     """
     return remote.stat_remote(path) if isinstance(path, RemotePath) else _stat(path, follow_links=follow_links)
 
 
 def is_link(path: Path) -> bool:
-    """Return whether a name is a link, wherever it leads; False if there is no such name.
+    """Return whether a path is a link, dangling or not; False if it does not exist.
 
     Raises:
-        StorageError: the operating system refused to look.
+        StorageError: the operating system refused access.
     """
     status = _stat(path, follow_links=False)
     return status is not None and stat.S_ISLNK(status.st_mode)
 
 
 def entry_identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a name, of a link those of itself; None if there is no such name.
+    """Return device and inode of a path, without following a link; None if it does not exist.
 
     Raises:
-        StorageError: the operating system refused to look.
+        StorageError: the operating system refused access.
     """
     status = _stat(path, follow_links=False)
     return None if status is None else (status.st_dev, status.st_ino)
@@ -563,8 +564,8 @@ def _stat(path: Path, *, follow_links: bool) -> os.stat_result | None:
     except OSError as error:
         if error.errno in _NOTHING_THERE:
             return None
-        raise refused("look at", path, error) from error
-    except ValueError:  # No name holds a null character.
+        raise refused("access", path, error) from error
+    except ValueError:  # The path contains a null character, so it does not exist.
         return None
 
 
@@ -581,12 +582,12 @@ def size_of(path: AnyPath) -> int:
 
 
 def map_paths(work: Callable[[_T], _R], items: Iterable[_T], at: AnyPath) -> Iterable[_R]:
-    """Return ``work`` of every item in order; several at a time for a store, whose latency is high.
+    """Map ``work`` over items, in order; concurrently for a store, whose latency is high.
 
     Args:
         work: inspects or reads a file.
-        items: its arguments.
-        at: the directory of the files, or one of them.
+        items: the arguments of ``work``.
+        at: the directory of the files, or one of the files.
     """
     if not isinstance(at, RemotePath):
         return map(work, items)
@@ -595,7 +596,7 @@ def map_paths(work: Callable[[_T], _R], items: Iterable[_T], at: AnyPath) -> Ite
 
 
 def files_within(path: Path) -> list[Path]:
-    """Return every regular file in a directory and below it; links are not followed.
+    """Return every regular file below a directory; links are not followed.
 
     Raises:
         StorageError: a directory cannot be listed.
@@ -605,14 +606,14 @@ def files_within(path: Path) -> list[Path]:
 
 
 def walk_directories(path: Path) -> list[tuple[Path, list[str]]]:
-    """Return a directory and every one below it, the deepest first, each with the names that are no directories.
+    """Return a directory and every directory below it, deepest first, each with the names of its other entries.
 
-    Links are names, and are not followed. A directory that is gone is empty.
+    Links are not followed, and count as other entries. A directory that does not exist is empty.
 
     Raises:
-        StorageError: one of them cannot be listed.
+        StorageError: a directory cannot be listed.
     """
-    # Without recursion, because files of other programs may be nested more deeply than Python's stack allows.
+    # Without recursion, because other programs may nest directories more deeply than Python's stack allows.
     found: list[tuple[Path, list[str]]] = []
     waiting = [path]
     while waiting:
@@ -637,7 +638,7 @@ def _relative(path: Path, root: Path | None) -> str:
 
 
 def _make_parents(path: Path, root: Path | None) -> None:
-    # Never the root itself: a late rank must not create a discarded directory again.
+    # Never the root itself, because a late rank must not recreate a staging directory that was deleted.
     between = [one for one in path.parents if root in one.parents]
     for directory in reversed(between):
         with _naming("create", directory), contextlib.suppress(FileExistsError):

@@ -1,15 +1,14 @@
-"""JSON from untrusted sources, read within bounds.
+"""Read JSON from untrusted sources within bounds.
 
 Configurations, indices and the Trainer's state come from disks and downloads. Python's reader accepts more than JSON
-(other encodings, duplicate keys of which it keeps the last) and fails in many ways (recursion, numbers of thousands of
-digits). This module has one reader and one failure: :class:`ValueError` with the reason. NaN and infinity are accepted,
-because the Trainer's state and some published configurations contain them.
+(other encodings, duplicate keys) and fails in many ways (recursion, numbers with thousands of digits).
+:func:`parse_json` raises only :class:`ValueError`, with the reason. It accepts NaN and infinity, because the Trainer's
+state and some published configurations contain them.
 
-A document with a recorded checksum is read by :func:`read_recorded` alone. The file is read whole in any case, so its
-checksum is compared at every verification level.
+Metadata files with a recorded checksum are read with :func:`read_recorded`, which compares the checksum at every
+verification level, because the complete file is read in any case.
 
-Time is linear in the text. Memory: the bytes of the file, which are bounded, and at most thirty times as much while
-they are parsed.
+Time: linear in the text. Memory: the bytes of the file, which are bounded, and up to thirty times as much to parse it.
 """
 
 from __future__ import annotations
@@ -28,52 +27,52 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.remote import RESTORE_FILE
 
 MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
-"""The default bound on the length of a document; a configuration has a few kilobytes."""
+"""Default maximum length of a JSON file; a configuration has a few kilobytes."""
 
 MAX_DEPTH = 32
-"""Maximum nesting depth of a document."""
+"""Maximum nesting depth."""
 
 MAX_DIGITS = 40
-"""Maximum number of characters of an integer: two to the power of 128 has 39 digits."""
+"""Maximum number of characters of an integer: 2^128 has 39 digits."""
 
 _T = TypeVar("_T")
 
 
 def read_document(path: AnyPath, most: int = MAX_DOCUMENT_BYTES) -> bytes:
-    """Return all bytes of a file that is parsed as a whole.
+    """Return all bytes of a metadata file.
 
     Args:
         path: the file.
-        most: bound on its length in bytes; a longer one is refused before it is read.
+        most: maximum length in bytes, checked before the file is read.
 
     Raises:
         Corrupt: there is no such file.
-        FormatError: it is longer, or not a regular file.
+        FormatError: it is too long, or not a regular file.
         StorageError: it cannot be read.
     """
     with open_regular(path) as file:
         if file.size > most:
             raise FormatError(
-                f"{path} is too long to be read: {file.size} bytes.",
+                f"{path} is too long: {file.size} bytes.",
                 where=str(path),
-                evidence=[f"at most {most} bytes are read of such a file"],
-                next_step="The file was damaged or is something else. Restore it or use another copy.",
+                evidence=[f"such a file may have at most {most} bytes"],
+                next_step="The file is damaged or has another purpose. Restore it or use another copy.",
             )
         return read_range(file, 0, file.size)
 
 
 def read_recorded(directory: AnyPath, checksum: FileRecord, most: int, next_step: str) -> bytes:
-    """Return all bytes of a small file after comparing them with its recorded checksum.
+    """Read a metadata file, and compare it with its recorded checksum.
 
     Args:
         directory: the directory that the checksum's path is relative to.
-        checksum: the size and checksum recorded when the file was written.
-        most: bound on its length in bytes, as for :func:`read_document`.
+        checksum: the size and checksum that were recorded when the file was written.
+        most: maximum length in bytes, as for :func:`read_document`.
         next_step: advice for an altered file.
 
     Raises:
         Corrupt: the file is missing or altered.
-        FormatError: it is longer than the bound, or not a regular file.
+        FormatError: it is too long, or not a regular file.
         StorageError: it cannot be read.
     """
     path = directory / checksum.path
@@ -90,16 +89,16 @@ def read_recorded(directory: AnyPath, checksum: FileRecord, most: int, next_step
 
 
 def decode_typed(decoder: msgspec.json.Decoder[_T], raw: bytes | msgspec.Raw, where: str, next_step: str) -> _T:
-    """Return the typed value of a JSON text.
+    """Decode JSON to a typed value.
 
     Args:
-        decoder: of the type.
+        decoder: the decoder of the type.
         raw: the text.
-        where: path of the document, for the error.
-        next_step: advice for a text that is something else.
+        where: path of the file, for the error.
+        next_step: advice for an invalid text.
 
     Raises:
-        FormatError: it is no JSON text, or has another type.
+        FormatError: the text is not JSON, or not of the type.
     """
     try:
         return decoder.decode(raw)
@@ -108,10 +107,10 @@ def decode_typed(decoder: msgspec.json.Decoder[_T], raw: bytes | msgspec.Raw, wh
 
 
 def require_seal(path: AnyPath, recorded: str, computed: str, next_step: str) -> None:
-    """Compare the checksum that a document has of itself.
+    """Check the checksum that a file contains of itself.
 
     Raises:
-        Corrupt: it is another one.
+        Corrupt: the checksums differ.
     """
     if recorded != computed:
         raise Corrupt(
@@ -123,7 +122,7 @@ def require_seal(path: AnyPath, recorded: str, computed: str, next_step: str) ->
 
 
 class _Extension(msgspec.Struct, frozen=True):
-    """The part of an extension that every reader reads."""
+    """The part of an extension that every reader understands."""
 
     must_understand: bool = True
 
@@ -134,25 +133,25 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def ignored_extensions(raw: bytes | msgspec.Raw, known: Collection[str], where: str) -> list[str]:
-    """Return the fields of a newer writer that a reader ignores: objects with ``"must_understand": false``.
+    """Return the unknown fields that a reader may ignore: objects with ``"must_understand": false``.
 
     Args:
         raw: a valid JSON object.
         known: the fields that this version reads.
-        where: path of the document, for the error.
+        where: path of the file, for the error.
 
     Raises:
-        FormatError: with every other unknown field. A reader that ignored one could misread the rest.
+        FormatError: there are other unknown fields, without which a reader could misread the rest.
     """
     fields = decode_typed(_fields, raw, where, RESTORE_FILE)
     unknown = {name: value for name, value in fields.items() if name not in known}
     required = [name for name, value in unknown.items() if not _may_be_ignored(value)]
     if required:
         raise FormatError(
-            f"{where} has fields that this version cannot read.",
+            f"{where} has unknown fields.",
             where=where,
             evidence=[f"unknown field `{name}`" for name in required],
-            next_step="Read it with the version of paddleformers_fc that wrote it, or a newer one.",
+            next_step="Read it with the version of paddleformers_fc that wrote it, or a newer version.",
         )
     return list(unknown)
 
@@ -165,10 +164,10 @@ def _may_be_ignored(value: msgspec.Raw) -> bool:
 
 
 def parse_json(raw: bytes | bytearray) -> Any:
-    """Return the value of a JSON text in UTF-8.
+    """Parse JSON in UTF-8.
 
     Raises:
-        ValueError: invalid JSON, or a bound of this module is exceeded; with the reason.
+        ValueError: the JSON is invalid, or exceeds a bound of this module; contains the reason.
     """
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer)
@@ -188,8 +187,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _integer(text: str) -> int | float:
     if len(text) > MAX_DIGITS:
-        raise ValueError(f"it holds an integer of {len(text)} digits")
-    # A count is never negative zero; a reader of integers is told by the type.
+        raise ValueError(f"it contains an integer of {len(text)} digits")
+    # As a float, so that code that expects an integer rejects negative zero.
     return -0.0 if text == "-0" else int(text)
 
 

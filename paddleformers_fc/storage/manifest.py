@@ -1,15 +1,14 @@
-"""``flex_checkpoint.json``: the content of a finished checkpoint, and its verification.
+"""``flex_checkpoint.json``: the manifest of a finished checkpoint, and its verification.
 
-The manifest is written last. A directory without one is not a checkpoint. It lists every file with its size and
-digest: a missing, truncated, exchanged or altered file is found before a model reads it. One of the files is the index,
-with the checksums of blocks and the places of tensors (``formats.index``). The manifest has a checksum of itself.
+The manifest is written last; a directory without one is not a checkpoint. It lists every file with its size and digest,
+and contains a checksum of itself. The block checksums and the positions of tensors are in the index
+(``formats.index``). Reading is strict: other versions, unknown fields and paths outside of the directory are rejected,
+except for fields that a newer writer has marked as optional (:func:`.json_io.ignored_extensions`).
 
-Reading is strict: another version, an unknown field and a path that leaves the directory are refused. A newer writer
-may add fields that this version ignores (:func:`.json_io.ignored_extensions`). Verification has three levels. ``off``
-checks nothing. ``size`` makes one ``stat`` per file and compares the checksums of documents, which are all files
-without tensors. ``full`` hashes all bytes in a few threads, with 1 MiB of memory per thread, 4 MiB for a remote
-checkpoint. One error lists all faults of a checkpoint. At every level a document is compared with its checksum when its
-content is used (:func:`read_listed`).
+Verification has three levels. ``off`` checks nothing. ``size`` makes one ``stat`` per file and compares the checksums
+of metadata files, which are all files without tensors. ``full`` hashes all bytes in a few threads, with 1 MiB of memory
+per thread (4 MiB for a remote checkpoint). One error lists all faults. At every level a metadata file is compared with
+its checksum when it is used (:func:`read_listed`).
 """
 
 from __future__ import annotations
@@ -48,25 +47,25 @@ LEVELS = ("off", "size", "full")
 """The levels of :func:`verify_files`."""
 
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
-"""The longest manifest that is read: that of a checkpoint of 50 TB."""
+"""Maximum size of a manifest: enough for a checkpoint of 50 TB."""
 
 _PARTIAL_NAME = f".{MANIFEST_NAME}.part"
 _RESERVED = frozenset({MANIFEST_NAME, _PARTIAL_NAME, LOCK_NAME})
 TRAINER_DIRECTORY = "trainer"
-"""The directory of a checkpoint that contains the state of a Trainer."""
+"""The directory of a checkpoint that contains the Trainer's state."""
 
 Status = os.stat_result | RemoteStatus
 
 _SHARD_FILE = re.compile(r"rank-([0-9]+)(-[0-9]+)?\.safetensors")
-"""The names of files with tensors, in the directories of all roles."""
+"""The names of files with tensors, in the directory of each role."""
 _GENERATORS = re.compile(rf"{TRAINER_DIRECTORY}/rng-([0-9]{{5,9}})\.json")
 _END = b"\n"
-"""The last byte of a manifest, after the JSON, so that every truncation is detected."""
+"""The last byte of a manifest, after the JSON, by which any truncation is detected."""
 _ANOTHER = "The manifest was damaged or edited. Restore it or use another checkpoint."
-_OUTSIDE = "is reached through a link that leaves the checkpoint"
+_OUTSIDE = "is behind a link that leaves the checkpoint"
 _NO_CHECKSUMS: Mapping[str, FileChecksum] = MappingProxyType({})
 RESTORE = "Restore these files or use another checkpoint."
-"""The advice for files that are not what was written."""
+"""The advice for files that differ from what was written."""
 
 CHOOSE_COPY = (
     "Resume from another checkpoint, or choose the copy of one pipeline stage: name this checkpoint in "
@@ -79,7 +78,7 @@ class Branch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A step of an earlier run from which a run was resumed.
 
     Attributes:
-        run: id of the earlier run; empty where its checkpoint has none.
+        run: id of the earlier run; empty if its checkpoint has none.
         step: the step.
     """
 
@@ -91,8 +90,8 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The run that saved a checkpoint.
 
     Attributes:
-        id: the same in all checkpoints of the run, restarts included.
-        branches: the runs that it goes back to, first to last.
+        id: equal in all checkpoints of the run, including restarts.
+        branches: the runs that it descends from, first to last.
     """
 
     id: str
@@ -100,16 +99,16 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """The ids of the run and of the runs that it goes back to."""
+        """The ids of the run and of the runs that it descends from."""
         return self.id, *(one.run for one in self.branches)
 
 
 UNKNOWN_RUN = RunRecord("", [])
-"""The run of a checkpoint that does not record one."""
+"""The run of a checkpoint without a record of it."""
 
 
 class SaveOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Time and host of the commit of a checkpoint; informative.
+    """Time and host of the commit of a checkpoint, for information only.
 
     Attributes:
         time: UTC, as in ``2026-11-23T06:30:12Z``.
@@ -121,7 +120,7 @@ class SaveOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 UNKNOWN_ORIGIN = SaveOrigin("", "")
-"""The origin of a checkpoint that does not record one."""
+"""The origin of a checkpoint without a record of it."""
 
 
 class DivergedTie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,23 +140,23 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     Attributes:
         format: always ``"flex_checkpoint"``.
-        version: of this format; readers refuse other versions.
+        version: version of the format; readers reject other versions.
         written_by: program and version that saved it.
         step: optimizer steps done.
         consumed_samples: training samples seen.
         world_size: number of ranks that saved it.
-        parallel: degree per parallel axis, for the reader; loading does not need it.
+        parallel: degree per parallel axis, for information only.
         family: model family whose mapping was used.
-        files: every file but the manifest itself.
-        differences: where ranks held different numbers of the same part of a tensor, one line each.
-        ties: tied tensors whose copies differ. Such a checkpoint is not whole.
-        saved_by: the run that saved it, with an empty id if no Trainer did.
-        saved_at: when and where it was committed; both empty in conversions of formats that do not record it.
+        files: every file except the manifest itself.
+        differences: replicas that differed, one line each.
+        ties: tied tensors whose copies differ. Such a checkpoint is not complete.
+        saved_by: the run that saved it; its id is empty if no Trainer did.
+        saved_at: when and where it was committed; empty in conversions of formats that do not record it.
 
-    The last four are absent on disk where they are empty.
+    The last four are omitted from the file if they are empty.
     """
 
-    # Only plain defaults are left out of the file.
+    # msgspec omits only plain defaults from the file, so these use factories.
     format: str = msgspec.field(default_factory=lambda: FORMAT)
     version: int = msgspec.field(default_factory=lambda: VERSION)
     written_by: str
@@ -178,13 +177,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class _Sealed(Manifest, frozen=True, forbid_unknown_fields=False, kw_only=True):
-    """The document on disk: the manifest and a checksum of it, xxh3_128 of its encoding with sorted keys."""
+    """The file's content: the manifest and its checksum, xxh3_128 of its encoding with sorted keys."""
 
     seal: str
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """The fields that determine whether this version reads the others, and the version that does."""
+    """The fields that tell whether this version can read the rest, and which version can."""
 
     format: str
     version: int
@@ -205,14 +204,14 @@ _documents = msgspec.json.Decoder(dict[str, Any])
 
 
 def read_manifest(directory: AnyPath) -> Manifest:
-    """Read and validate the manifest of a checkpoint, without a look at its files.
+    """Read and validate the manifest of a checkpoint, without checking its files.
 
     Args:
         directory: ``checkpoint-N``.
 
     Raises:
-        NotACheckpoint: there is no such directory or no manifest in it.
-        FormatError: another format or version, a field of the wrong type, a path that leaves the directory.
+        NotACheckpoint: there is no such directory, or no manifest in it.
+        FormatError: the format or version is unknown, a field has the wrong type, or a path leaves the directory.
         Corrupt: the manifest does not match its own checksum.
         StorageError: the operating system refused to read it.
     """
@@ -223,13 +222,13 @@ def read_manifest(directory: AnyPath) -> Manifest:
         raise NotACheckpoint(
             f"{directory} is not a finished checkpoint: it has no {MANIFEST_NAME}.",
             where=str(directory),
-            next_step="Choose a finished checkpoint; the manifest is written last, so this one may be half-written.",
+            next_step="Choose a finished checkpoint; this one may be incomplete, because the manifest is written last.",
         ) from error
     _check_head(path, raw)
     sealed = decode_typed(_sealed, raw, str(path), _ANOTHER)
     manifest = Manifest(**{field: getattr(sealed, field) for field in Manifest.__struct_fields__})
     seal = manifest_seal(manifest)
-    # Other fields, and optional ones that are there and empty, are sealed as they are written.
+    # Extension fields, and optional fields that are present but empty, are part of the seal as written.
     if ignored_extensions(raw, _Sealed.__struct_encode_fields__, str(path)) or sealed.seal != seal:
         document = decode_typed(_documents, raw, str(path), _ANOTHER)
         seal = _digest({name: value for name, value in document.items() if name != "seal"})
@@ -238,13 +237,13 @@ def read_manifest(directory: AnyPath) -> Manifest:
     if faults:
         raise FormatError(f"{path} lists invalid files.", where=str(path), evidence=faults, next_step=_ANOTHER)
     if not raw.endswith(_END):
-        # The JSON is complete, but the file is not what was written.
+        # The JSON is complete, but the file is truncated.
         raise Corrupt(f"{path} is truncated: its last byte is missing.", where=str(path), next_step=_ANOTHER)
     return manifest
 
 
 def read_saved_by(directory: AnyPath) -> tuple[int, RunRecord]:
-    """Return step and run of a checkpoint for a message, without a look at the other fields of its manifest.
+    """Return step and run of a checkpoint for a message, without validating the rest of its manifest.
 
     Raises:
         CheckpointError: there is no manifest of this format.
@@ -258,10 +257,10 @@ def read_saved_by(directory: AnyPath) -> tuple[int, RunRecord]:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest of a checkpoint, in one step and synced: it is there as a whole or not at all.
+    """Write the manifest of a checkpoint atomically and durably.
 
     Raises:
-        FormatError: the manifest could not be read back: a path that leaves the directory, a file listed twice, ...
+        FormatError: readers would reject the manifest, for example because a file is listed twice.
         StorageError: the operating system refused.
     """
     raw = encode_manifest(manifest, directory / MANIFEST_NAME)
@@ -273,13 +272,13 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def encode_manifest(manifest: Manifest, path: Path = Path(MANIFEST_NAME)) -> bytes:
-    """Return the manifest's file.
+    """Return the content of the manifest file.
 
     Args:
-        manifest: of a checkpoint.
+        manifest: the manifest.
         path: the file, for errors.
     Raises:
-        FormatError: the manifest could not be read back.
+        FormatError: readers would reject the manifest.
     """
     values = {field: getattr(manifest, field) for field in Manifest.__struct_fields__}
     try:
@@ -294,17 +293,17 @@ def encode_manifest(manifest: Manifest, path: Path = Path(MANIFEST_NAME)) -> byt
 
 
 def read_listed(directory: AnyPath, manifest: Manifest, name: str, most: int | None = None) -> bytes:
-    """Return the bytes of a document after comparing them with the manifest's checksum, at every verification level.
+    """Read a metadata file, and compare it with the manifest's checksum.
 
     Args:
         directory: ``checkpoint-N``.
-        manifest: as read from it.
-        name: the document's path relative to the directory.
-        most: bound on its length in bytes; None for the recorded size.
+        manifest: the manifest of the directory.
+        name: the file's path relative to the directory.
+        most: maximum length in bytes; None for the recorded size.
 
     Raises:
-        Corrupt: the document is missing or altered, or the manifest does not list it.
-        FormatError: it is longer than the bound, or not a regular file.
+        Corrupt: the file is missing or altered, or the manifest does not list it.
+        FormatError: it is too long, or not a regular file.
         StorageError: it cannot be read.
     """
     record = manifest.record_of(name)
@@ -334,62 +333,62 @@ def verify_files(
 
     Args:
         directory: ``checkpoint-N``.
-        manifest: as read from it.
-        level: ``"off"`` checks nothing. ``"size"`` checks that every file is there, inside the directory and of its
-            size, that no other file of a save is beside them, and the checksums of documents. ``"full"`` also compares
-            the checksums of all bytes.
-        threads: how many threads read and hash.
-        recorded: the checksums of blocks, by path: a damaged file of these is reported with its damaged blocks.
-        around: looks at the files.
+        manifest: the manifest of the directory.
+        level: ``"off"`` checks nothing. ``"size"`` checks that every file exists inside the directory with its size,
+            that there are no files of other saves, and the checksums of metadata files. ``"full"`` also compares the
+            checksums of all bytes.
+        threads: number of threads that read and hash.
+        recorded: block checksums by path; damaged files among these are reported with their damaged blocks.
+        around: inspects the files.
 
     Raises:
-        Corrupt: with every fault of the checkpoint as evidence.
+        Corrupt: the checkpoint is damaged; lists every fault.
         OptionError: the level is unknown.
-        StorageError: the operating system refused to look or to read, and nothing else is wrong.
+        StorageError: the operating system refused access, and nothing else is wrong.
     """
     check_level(level)
     if level == "off":
         return
     faulty = (around or Surroundings(directory)).faults(manifest.files)
-    strangers = extra_files(directory, manifest)
+    extra = extra_files(directory, manifest)
     hashed = [one for one in manifest.files if one.path not in faulty and (level == "full" or is_document(one.path))]
     found = compare_documents(directory, [one for one in hashed if is_document(one.path) or one.path not in recorded])
     blocks = [recorded[one.path] for one in hashed if not is_document(one.path) and one.path in recorded]
     found.add(compare_blocks(directory, [(one, range(one.count)) for one in blocks], threads=threads))
-    found.faults[:0] = [*faulty.values(), *strangers]
-    advice = repair_advice(bool(strangers), len(found.evidence) > len(strangers))
+    found.faults[:0] = [*faulty.values(), *extra]
+    advice = repair_advice(bool(extra), len(found.evidence) > len(extra))
     found.raise_if_found(f"{directory} is damaged", directory, advice)
 
 
 def check_level(level: str) -> None:
-    """Refuse a verification level that is none of :data:`LEVELS`.
+    """Check that a verification level is one of :data:`LEVELS`.
 
     Raises:
         OptionError: the level is unknown.
     """
     if level not in LEVELS:
         raise OptionError(
-            f"The verification level {level!r} is unknown.",
+            f"Unknown verification level {level!r}.",
             evidence=[f"known: {', '.join(LEVELS)}"],
-            next_step="Give one of them.",
+            next_step="Choose one of these.",
         )
 
 
-def repair_advice(strangers: bool, damaged: bool) -> str:
+def repair_advice(has_extra: bool, is_damaged: bool) -> str:
     """Return the advice for files that do not belong to a checkpoint, and for its damaged files."""
-    if not strangers:
+    if not has_extra:
         return RESTORE
-    if not damaged:
+    if not is_damaged:
         return "Move these files away."
-    return "Move away what does not belong to it, and restore the other files or use another checkpoint."
+    return "Move away the files that do not belong to it, and restore the others or use another checkpoint."
 
 
 def check_newest(directory: AnyPath, manifest: Manifest) -> None:
-    """Refuse a checkpoint that is resumed, and kept as the newest one, only where a user names it.
+    """Check that a checkpoint may be resumed without being named, and kept as the newest one.
 
     Args:
-        directory: ``checkpoint-N``, or a directory that such a checkpoint was moved aside to.
-        manifest: as read from it.
+        directory: ``checkpoint-N``, or its backup.
+        manifest: the manifest of the directory.
 
     Raises:
         Corrupt: its name contradicts its step.
@@ -399,7 +398,7 @@ def check_newest(directory: AnyPath, manifest: Manifest) -> None:
     step = parse_step(directory if beside is None else beside[0])
     if step is not None and step != manifest.step:
         raise Corrupt(
-            f"{directory} contains step {manifest.step}: rename it to checkpoint-{manifest.step} if that is free.",
+            f"{directory} contains step {manifest.step}: rename it to checkpoint-{manifest.step} if that name is free.",
             where=str(directory),
             next_step="Or name it in resume_from_checkpoint.",
         )
@@ -407,14 +406,14 @@ def check_newest(directory: AnyPath, manifest: Manifest) -> None:
 
 
 def check_not_diverged(directory: AnyPath, manifest: Manifest) -> None:
-    """Refuse a checkpoint whose manifest records diverged copies of tied tensors.
+    """Check that a manifest records no diverged copies of tied tensors.
 
     Args:
         directory: ``checkpoint-N``.
-        manifest: as read from it.
+        manifest: the manifest of the directory.
 
     Raises:
-        Diverged: with every weight and state that differs.
+        Diverged: lists every weight and state that differs.
     """
     if manifest.ties:
         raise Diverged(
@@ -426,17 +425,17 @@ def check_not_diverged(directory: AnyPath, manifest: Manifest) -> None:
 
 
 def newest_checkpoint(*directories: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """Return the newest checkpoint that can be resumed, by the files visible to this process, without changing any.
+    """Return the newest checkpoint that can be resumed, as far as this process can see, without changing any file.
 
-    A checkpoint is usable if its manifest can be read, its files have the recorded sizes and its documents the recorded
-    checksums. A crash during the replacement by a newer save of the same step can leave a checkpoint under a hidden
-    name (see ``commit``). Then that directory is returned.
+    A checkpoint is usable if its manifest can be read, its files have the recorded sizes, and its metadata files the
+    recorded checksums. If a crash during a replacement has left it only under a hidden name (see ``commit``), the
+    hidden directory is returned.
 
     Args:
-        directories: with checkpoints of one run; they need not exist.
+        directories: directories with checkpoints of one run; they need not exist.
 
     Returns:
-        as :func:`first_usable`.
+        see :func:`first_usable`.
 
     Raises:
         StorageError: the operating system refused access.
@@ -454,15 +453,15 @@ def first_usable(ordered: Iterable[Path], check: Callable[[Path], None]) -> tupl
     """Return the first checkpoint that passes a check.
 
     A fault of the checkpoint itself, such as a missing file or a dangling link, is a reason to skip it. Missing
-    permissions and failing devices are no evidence about the checkpoint. A stop is better than the resume of an older
-    one because of a transient network fault.
+    permissions and failing devices are not: stopping is better than resuming an older checkpoint because of a transient
+    network fault.
 
     Args:
         ordered: the candidates, newest first.
         check: raises a ``CheckpointError`` or ``Diverged`` for a checkpoint that cannot be resumed.
 
     Returns:
-        the path, or None; and every candidate before it with the reason why it is skipped.
+        the path, or None; and every skipped candidate with the reason.
 
     Raises:
         StorageError: the operating system refused access.
@@ -479,10 +478,10 @@ def first_usable(ordered: Iterable[Path], check: Callable[[Path], None]) -> tupl
 
 
 def candidates_in(output_dir: Path) -> list[Path]:
-    """As :func:`candidates`, for the entries of a directory, including dangling links, which are reported.
+    """Return the :func:`candidates` in a directory, including dangling links, so that they are reported.
 
     Raises:
-        StorageError: the operating system refused to look.
+        StorageError: the operating system refused access.
     """
     return [
         path for path in candidates(files.list_directory(output_dir)) if files.is_directory(path) or files.is_link(path)
@@ -490,7 +489,7 @@ def candidates_in(output_dir: Path) -> list[Path]:
 
 
 def candidates(directories: Iterable[Path]) -> list[Path]:
-    """Return the directories with names of checkpoints, highest step first; of one step the plain name first."""
+    """Return the directories with names of checkpoints, highest step first, and backups after plain names."""
     ranked: list[tuple[int, int, str, Path]] = []
     for path in directories:
         beside = parse_hidden(path)
@@ -504,33 +503,32 @@ def candidates(directories: Iterable[Path]) -> list[Path]:
 def names_in(places: Mapping[str, Path]) -> list[str]:
     """Return the names of the candidates in several directories, in the order of :func:`candidates`.
 
-    Ranks exchange these names, because the directories may have other paths on other ranks; :func:`located` finds the
-    path of a name.
+    Ranks exchange these names, because paths may differ between ranks; :func:`located` returns the path for a name.
 
     Args:
-        places: the directories by a name, which precedes those of their entries; it may be empty.
+        places: directories by a prefix for the names of their entries; the prefix may be empty.
 
     Raises:
-        StorageError: the operating system refused to look.
+        StorageError: the operating system refused access.
     """
     found = (Path(place, path.name) for place, one in places.items() for path in candidates_in(one))
     return [str(path) for path in candidates(found)]
 
 
 def located(name: str, places: Mapping[str, Path]) -> Path:
-    """Return the path of a name of :func:`names_in` on this rank."""
+    """Return this rank's path for a name from :func:`names_in`."""
     place = Path(name)
     return places[place.parent.name] / place.name
 
 
 def generators_rank(path: str) -> int | None:
-    """Return the rank whose random generators a file of a checkpoint contains; None for any other file."""
+    """Return the rank whose random generators are in a file of a checkpoint; None for any other file."""
     found = _GENERATORS.fullmatch(path)
     return None if found is None else int(found[1])
 
 
 def manifest_seal(manifest: Manifest) -> str:
-    """Return the manifest's checksum of itself: equal for two checkpoints only if they are of one save."""
+    """Return the manifest's checksum of itself, which is equal for two checkpoints only if they are of one save."""
     return _digest(manifest)
 
 
@@ -542,9 +540,9 @@ def _check_head(path: AnyPath, raw: bytes) -> None:
     head = decode_typed(_heads, raw, str(path), _ANOTHER)
     if head.format != FORMAT or head.version != VERSION:
         raise FormatError(
-            f"{path} has the format {head.format!r} version {head.version}, which cannot be read here.",
+            f"{path} has the format {head.format!r} version {head.version}, which is not supported.",
             where=str(path),
-            evidence=[f"written by {head.written_by}", f"can be read: {FORMAT!r} version {VERSION}"],
+            evidence=[f"written by {head.written_by}", f"supported: {FORMAT!r} version {VERSION}"],
             next_step="Read it with the version that wrote it, and export it from there.",
         )
 
@@ -559,7 +557,7 @@ def _faults(manifest: Manifest) -> list[str]:
     for checksum in manifest.files:
         faults.extend(f"{checksum.path!r} {fault}" for fault in record_faults(checksum))
         if checksum.path in _RESERVED:
-            faults.append(f"{checksum.path!r} is a name that the format keeps for itself")
+            faults.append(f"{checksum.path!r} is a reserved name")
         if checksum.path in seen:
             faults.append(f"{checksum.path!r} is listed twice")
         seen.add(checksum.path)
@@ -573,21 +571,21 @@ def _rank_faults(manifest: Manifest) -> Iterator[str]:
         found = _SHARD_FILE.fullmatch(path.rpartition("/")[2])
         rank = generators_rank(path) if found is None else int(found[1])
         if rank is not None and rank >= manifest.world_size:
-            yield f"{path} is of rank {rank}, and {ranks}"
+            yield f"{path} belongs to rank {rank}, but {ranks}"
         if found is None and rank is not None:
             stored.add(rank)
     if len(stored) not in (0, manifest.world_size):
-        yield f"random generators of {len(stored)} ranks are listed, and {ranks}"
+        yield f"random generators of {len(stored)} ranks are listed, but {ranks}"
 
 
 class Surroundings:
-    """Looks at files of a checkpoint, and at the links that lead to them. A store has no links.
+    """Inspects files of a checkpoint and the links that lead to them. A store has no links.
 
     Args:
         directory: ``checkpoint-N``.
 
     Attributes:
-        seen: the last status of every file that was looked at, by path relative to the directory.
+        seen: the last status of every inspected file, by path relative to the directory.
     """
 
     def __init__(self, directory: AnyPath) -> None:
@@ -596,10 +594,10 @@ class Surroundings:
         self._leaves: dict[PurePosixPath, bool] = {}
 
     def look_at(self, record: FileRecord) -> tuple[Status | None, str]:
-        """Return the status of a file, and the fault that can be detected without reading it; empty if there is none.
+        """Return the status of a file, and its fault as far as it shows without reading; empty if there is none.
 
         Raises:
-            StorageError: the operating system refused to look.
+            StorageError: the operating system refused access.
         """
         path, name = self._directory / record.path, PurePosixPath(record.path)
         status = files.stat_path(path, follow_links=False)
@@ -612,7 +610,7 @@ class Surroundings:
         return status, size_fault(status, record.size)
 
     def faults(self, records: Collection[FileRecord]) -> dict[str, str]:
-        """Return the faults of files that can be detected without reading them, by path; errors as :meth:`look_at`."""
+        """Return the faults of files by path, and raise errors, like :meth:`look_at`."""
         found = files.map_paths(lambda one: self.look_at(one)[1], records, self._directory)
         return {one.path: f"{one.path} {fault}" for one, fault in zip(records, found, strict=True) if fault}
 
@@ -628,9 +626,9 @@ class Surroundings:
 
 
 def extra_files(directory: AnyPath, manifest: Manifest) -> list[str]:
-    """Return files of a save that the manifest does not list: remains of another save.
+    """Return a line for every file of another save, which the manifest does not list.
 
-    These are files with tensors where others are listed, or whose name is that of a rank, and states of a Trainer.
+    Such files are next to listed tensor files, or have the name of a rank's file, or contain the Trainer's state.
     """
     listed = {checksum.path for checksum in manifest.files}
     own = {(PurePosixPath(path).parent.name, ".safetensors") for path in listed if path.endswith(".safetensors")}

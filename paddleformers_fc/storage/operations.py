@@ -1,18 +1,14 @@
-"""Read operations: the one description of a read, for loads, exports, verification, diff and digests.
+"""Read operations, the common description of reads for loads, exports, verification, diff and digests.
 
-An :class:`Operation` reads a box of a stored, row-major box into a box of memory, transposed and cast where both sides
-differ. Box and memory are reduced to the axes that matter: neighbours that are one run of bytes on both sides are one
-axis. An operation without axes is one run on both sides, such as a tensor of the same layout.
+An :class:`Operation` reads a box of a stored, row-major box into a box of memory, and transposes and casts if needed.
+Axes that are contiguous on both sides are merged; an operation without axes is one run of bytes on both sides.
+Operations can be cut at any byte of the file (:meth:`Operation.cut`), so that :mod:`.executor` can read files in
+windows. Long runs that are equal in memory are read directly into it; runs that are cast, transposed or short are read
+into an image of the window and copied from there. Gaps between short runs are read as well, up to
+:data:`MAX_OVER_READ` times the needed bytes (data sieving).
 
-An operation can be cut at any byte of the file (:meth:`Operation.cut`). :mod:`.executor` walks files in windows, cuts
-the operations of a window, reads its bytes once and places them. Three kinds of bytes result:
-
-- long runs that are the same in memory are read into it, without a copy;
-- runs that are cast, transposed or short are read into an image of the window, and copied from there;
-- gaps between short runs are read along, up to :data:`MAX_OVER_READ` times the needed bytes (data sieving).
-
-Memory: the operations. They contain addresses and no arrays: for a hundred thousand small tensors, creating arrays
-would cost more than reading.
+Memory: the operations. They contain addresses and no arrays, because for a hundred thousand small tensors creating
+arrays would cost more than reading.
 """
 
 from __future__ import annotations
@@ -40,16 +36,16 @@ from paddleformers_fc.storage.paths import AnyPath
 MAX_OVER_READ = 2.0
 """Maximum ratio of bytes read to bytes needed, if short runs are read with the gaps between them."""
 SHORT_RUN = 1024
-"""Shorter runs are read with the gaps between them, and are copied faster from an image than read one by one."""
+"""Shorter runs are read with the gaps between them, because copying from an image is faster than separate reads."""
 DENSE_RUN = 8 << 10
-"""Shorter runs without gaps in the file, and with gaps in memory, are copied faster from an image as well."""
+"""Like ``SHORT_RUN``, for runs without gaps in the file but with gaps in memory."""
 STRIPE = 128
-"""Rows of a transpose that are copied at a time: a cache line of each stays in the innermost cache."""
+"""Rows of a transpose that are copied at a time, so that a cache line of each stays in the L1 cache."""
 COLUMN_BYTES = 4096
-"""Bytes of these rows that are copied at a time: they fit into a cache of half a MiB."""
+"""Bytes of these rows that are copied at a time, so that they fit into a cache of half a MiB."""
 _CAST_NUMBERS = 128 << 10
-"""Numbers of eight bits that are cast at a time: in memory they have about twenty bytes each."""
-_HOSTILE = 1024
+"""8-bit numbers that are cast at a time; each takes about twenty bytes of memory."""
+_CONFLICT_STRIDE = 1024
 """Rows at multiples of this distance evict one another from a cache."""
 _LINE = 64
 
@@ -58,13 +54,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Memory(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The memory of one wanted shard, in one piece.
+    """The contiguous memory of one target shard.
 
     Args:
         owner: the object that owns the memory; this reference keeps it alive.
-        address: of the first element.
+        address: address of the first element.
         size: number of elements.
-        dtype: of the elements.
+        dtype: dtype of the elements.
     """
 
     owner: object
@@ -78,7 +74,7 @@ class Memory(msgspec.Struct, frozen=True, eq=False, gc=False):
         return cls(array, array.__array_interface__["data"][0], array.size, array.dtype)
 
     def array(self) -> Array:
-        """Return all of it as a flat array, which is valid as long as the owner."""
+        """Return the memory as a flat array, which is valid as long as the owner lives."""
         if isinstance(self.owner, np.ndarray):
             return self.owner
         if self.size == 0:
@@ -98,20 +94,20 @@ class Memory(msgspec.Struct, frozen=True, eq=False, gc=False):
             raise MismatchError(
                 "A read exceeds the memory of its tensor.",
                 evidence=[f"bytes {start} to {start + length} of {self.size} elements of {self.dtype}"],
-                next_step="Report this fault of the package.",
+                next_step="Report this as a bug of the package.",
             )
         return self.address + start
 
 
 class Scales(msgspec.Struct, frozen=True):
-    """The scales of a matrix; products are computed in float32 and cast once.
+    """The scales of a matrix. Products are computed in float32 and cast once.
 
     Args:
-        tensor: that the matrix is one of.
-        begin: offset of the first scale.
-        matrix: offset of the first number.
-        columns: the first wanted column, and the one behind the last: a byte can contain a number beside them.
-        dtype: of the products.
+        tensor: the tensor that contains the matrix.
+        begin: byte offset of the first scale.
+        matrix: byte offset of the first number.
+        columns: first and end column of the box; its bytes may contain one more number on either side.
+        dtype: dtype of the products.
     """
 
     tensor: ScaledTensor
@@ -121,7 +117,7 @@ class Scales(msgspec.Struct, frozen=True):
     dtype: np.dtype[Any]
 
     def rows(self, operation: Operation) -> tuple[int, int]:
-        """Return the offset and the length of the scales of an operation's rows of blocks, in bytes."""
+        """Return byte offset and length of the scales for the rows of an operation."""
         row, _ = self._position(operation)
         last, high = row + (operation.sizes[0] if len(operation.sizes) == 2 else 1) - 1, self.tensor.scheme.block[0]
         row_bytes = self.tensor.scales_per_row * dtype_size(self.tensor.scheme.scales)
@@ -134,10 +130,10 @@ class Scales(msgspec.Struct, frozen=True):
         return scales[begin : begin + length]
 
     def multiplied(self, operation: Operation, data: Array, scales: Array) -> tuple[Array, int]:
-        """Return the products of an operation as memory has them, and the number of unwanted columns before them.
+        """Return the products of an operation in the target's dtype, and the number of columns skipped before them.
 
         Args:
-            operation: reads the numbers.
+            operation: the operation that reads the numbers.
             data: the bytes of the numbers.
             scales: the bytes of :meth:`rows`.
         """
@@ -161,7 +157,7 @@ class Scales(msgspec.Struct, frozen=True):
         return values, low - first
 
     def _position(self, operation: Operation) -> tuple[int, int]:
-        """Return the row and the column of an operation's first number."""
+        """Return row and column of an operation's first number."""
         row, byte = divmod(operation.begin - self.matrix, self.tensor.row_bytes)
         return row, byte * self.tensor.scheme.per_byte
 
@@ -172,15 +168,15 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
     Args:
         path: the file.
         begin: offset of the first byte.
-        size: bytes from the first to the last one.
-        address: of the first element in memory.
-        owner: of the memory; this reference keeps it alive.
-        sizes: lengths of the axes, in the order of the file; none for a run of bytes.
+        size: number of bytes from the first to the last byte.
+        address: address of the first element in memory.
+        owner: owner of the memory; this reference keeps it alive.
+        sizes: lengths of the axes, in file order; empty for a run of bytes.
         sources: byte strides in the file.
         targets: byte strides in memory.
-        dtype: of the elements in the file; bytes, if the numbers have scales.
-        to: of the elements in memory.
-        scales: of the numbers, if they have some.
+        dtype: dtype of the elements in the file; bytes if the numbers have scales.
+        to: dtype of the elements in memory.
+        scales: the scales of the numbers, if they have any.
     """
 
     path: AnyPath
@@ -197,12 +193,12 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def end(self) -> int:
-        """Offset behind the last byte."""
+        """Offset after the last byte."""
         return self.begin + self.size
 
     @property
     def reach(self) -> int:
-        """Bytes from the first to the last element in memory."""
+        """Number of bytes from the first to the last element in memory."""
         if not self.sizes:
             return self.size
         steps = zip(self.sizes, self.targets, strict=True)
@@ -210,19 +206,19 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def needed(self) -> int:
-        """Bytes of the elements in the file."""
+        """Number of bytes of the elements in the file."""
         return math.prod(self.sizes) * self.dtype.itemsize if self.sizes else self.size
 
     @property
     def run(self) -> int:
-        """The bytes of the runs that are the same in file and memory; 0 if elements are cast or transposed."""
+        """Length of the runs of bytes that are equal in file and memory; 0 if elements are cast or transposed."""
         if not self.sizes:
             return self.size
         is_run = self.dtype == self.to and self.scales is None and self.targets[-1] == self.to.itemsize
         return self.sizes[-1] * self.dtype.itemsize if is_run else 0
 
     def cut(self, low: int, high: int) -> list[Operation]:
-        """Return the part whose elements begin in a range of the file, as operations; an element may end behind it."""
+        """Return operations for the elements that begin in a range of the file; an element may end after the range."""
         begin, end = self.begin, self.end
         if low <= begin and end <= high:
             return [self]
@@ -233,7 +229,7 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
             return [Operation(self.path, first, last - first, self.address + first - begin, self.owner)]
         count, stride = self.sizes[0], self.sources[0]
         row = self.size - (count - 1) * stride
-        # Rows whose elements all begin in the range; at most one on either side has only some there.
+        # Rows whose elements all begin in the range. On either side, at most one row has only some of them there.
         first = min(count, max(0, -(-(low - begin) // stride)))
         last = min(count, max(0, (high - 1 - begin - row + self.dtype.itemsize) // stride + 1))
         if len(self.sizes) == 1:
@@ -270,7 +266,7 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
         return self.begin + _positions(outer, self.sources[:-1]), self.address + _positions(outer, self.targets[:-1])
 
     def spans(self) -> tuple[Array, int]:
-        """Return the offsets of the runs in the file and their length, with gaps that are read along."""
+        """Return the offsets of the runs in the file and their length, including gaps that are read as well."""
         if not self.sizes:
             return np.array([self.begin]), self.size
         axes, length = _file_span(self.sizes, self.sources, self.dtype.itemsize)
@@ -281,17 +277,17 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
         """Copy the elements from an image of the file.
 
         Args:
-            image: address of the first element.
+            image: address of the first element in the image.
             scratch: memory for rows of a transpose.
-            scales: of the rows, for an operation that has some.
+            scales: the bytes of the scales, if the operation has any.
         Raises:
-            MismatchError: a number is too large for its new type.
+            MismatchError: a number is too large for the target's dtype.
         """
         if not self.sizes:
             memory_at(self.address, self.size)[:] = memory_at(image, self.size)
             return
         if self.scales is not None or (self.dtype.itemsize == 1 and self.dtype != self.to):
-            # Such a cast has copies of its numbers in other types.
+            # Casts of 8-bit numbers need temporary arrays, so they run in stripes.
             for part in self._stripes():
                 own = None if self.scales is None or scales is None else self.scales.of_part(self, part, scales)
                 part._place(image + part.begin - self.begin, scratch, own)
@@ -300,7 +296,7 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def _stripes(self) -> Iterator[Operation]:
         """Yield parts of at most :data:`_CAST_NUMBERS` numbers, or of one element of the first axis."""
-        # With scales, temporary arrays of twice the size would be returned to the operating system at every part.
+        # With scales, larger temporary arrays would be returned to the operating system after every part.
         most = _CAST_NUMBERS // (2 * self.scales.tensor.scheme.per_byte) if self.scales else _CAST_NUMBERS
         rows = max(1, most // math.prod(self.sizes[1:]))
         rest = self.size - (self.sizes[0] - 1) * self.sources[0]
@@ -312,7 +308,7 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
     def _place(self, image: int, scratch: Array, scales: Array | None) -> None:
         dtype, to = self.dtype, self.to
         if dtype == to or self.scales is not None:
-            to = np.dtype(f"u{to.itemsize}")  # As plain bits, which numpy copies fast.
+            to = np.dtype(f"u{to.itemsize}")  # Numpy copies plain bits faster.
             dtype = to if self.scales is None else dtype
         source: Array = np.ndarray(self.sizes, dtype, memory_at(image, self.size), strides=self.sources)
         targets, address = self.targets, self.address
@@ -336,11 +332,11 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 def _spread(rows: Array, fast: int, scratch: Array) -> Array:
-    """Return rows that do not evict one another from a cache: copied to an odd number of cache lines apart."""
+    """Copy rows that would evict one another from a cache, so that they are an odd number of cache lines apart."""
     length = rows.shape[-1] * rows.itemsize
     pitch = (-(-length // _LINE) | 1) * _LINE
     shape = rows.shape
-    if rows.strides[fast] % _HOSTILE or shape[fast] < 8 or math.prod(shape[:-1]) * pitch > scratch.size:
+    if rows.strides[fast] % _CONFLICT_STRIDE or shape[fast] < 8 or math.prod(shape[:-1]) * pitch > scratch.size:
         return rows
     spread: Array = np.ndarray(shape, rows.dtype, scratch, strides=(*row_major(shape[:-1], pitch), rows.itemsize))
     np.copyto(spread, rows)
@@ -356,16 +352,16 @@ def strided(
     address: int,
     owner: object,
 ) -> Operation | None:
-    """Return the operation of a box; None if it has no element.
+    """Return the operation for a box; None if the box is empty.
 
     Args:
         path: the file.
         begin: offset of the first element.
-        size: lengths of the box, in elements.
+        size: shape of the box.
         strides: byte strides in the file, and in memory.
-        dtypes: of the elements in the file, and in memory.
-        address: of the first element.
-        owner: of the memory.
+        dtypes: dtypes in the file, and in memory.
+        address: address of the first element in memory.
+        owner: owner of the memory.
     """
     if 0 in size:
         return None
@@ -379,15 +375,15 @@ def strided(
 def scaled(
     tensor: ScaledTensor, dtype: str, box: tuple[Sizes, Sizes], strides: Sizes, memory: Memory, address: int
 ) -> Iterator[Operation]:
-    """Yield the operations of a box of products, one for each matrix.
+    """Yield the operations for a box of products, one per matrix.
 
     Args:
-        tensor: numbers and scales.
-        dtype: of the products.
-        box: its first indices, and those behind the last; not empty.
+        tensor: the numbers and scales.
+        dtype: dtype of the products.
+        box: first and end indices of the box, which is not empty.
         strides: byte strides in memory.
-        memory: that is filled.
-        address: of the first element.
+        memory: the memory to fill.
+        address: address of the first element in memory.
     """
     pack, row_bytes = tensor.scheme.per_byte, tensor.row_bytes
     (first, low, left), (last, high, right) = tensor.by_matrix(box[0], 0), tensor.by_matrix(box[1], 1)
@@ -400,7 +396,7 @@ def scaled(
             tensor.file,
             matrix + low * row_bytes + start,
             (high - low - 1) * row_bytes + stop - start,
-            # Of the first number of the first byte, which may be before the box.
+            # The address of the first number of the first byte, which may be before the box.
             address + (number - first) * apart - left % pack * along,
             memory.owner,
             (high - low, stop - start),
@@ -415,15 +411,15 @@ def scaled(
 
 @lru_cache(maxsize=4096)
 def strided_axes(size: Sizes, sources: Sizes, targets: Sizes, widths: tuple[int, int]) -> tuple[Sizes, Sizes, Sizes]:
-    """Remove axes of length one, and merge neighbours that are contiguous on both sides.
+    """Remove axes of length one, and merge axes that are contiguous on both sides.
 
     Args:
-        size: lengths of the box, in elements, none of them zero.
+        size: shape of the box, without zeros.
         sources: byte strides in the file.
         targets: byte strides in memory.
         widths: bytes of an element in the file and in memory.
     Returns:
-        lengths, and byte strides in the file and in memory, of the axes that are left.
+        lengths, and byte strides in the file and in memory, of the remaining axes.
     """
     axes: list[tuple[int, int, int]] = []
     for length, source, target in zip(size, sources, targets, strict=True):
@@ -433,7 +429,7 @@ def strided_axes(size: Sizes, sources: Sizes, targets: Sizes, widths: tuple[int,
             axes[-1] = (axes[-1][0] * length, source, target)
         else:
             axes.append((length, source, target))
-    # The last axis is always there for runs to be counted on, if only with one element.
+    # The last axis must be contiguous in the file, because runs are counted along it; it may have only one element.
     if not axes or axes[-1][1] != widths[0]:
         axes.append((1, *widths))
     lengths, first, second = zip(*axes, strict=True)
@@ -441,7 +437,7 @@ def strided_axes(size: Sizes, sources: Sizes, targets: Sizes, widths: tuple[int,
 
 
 def row_major(shape: Sizes, width: int) -> Sizes:
-    """Byte strides of a row-major box with elements of ``width`` bytes."""
+    """Return the byte strides of a row-major box with elements of ``width`` bytes."""
     strides: list[int] = []
     step = width
     for length in reversed(shape):
@@ -451,10 +447,10 @@ def row_major(shape: Sizes, width: int) -> Sizes:
 
 
 def bytes_read(sizes: Sizes, sources: Sizes, width: int) -> int:
-    """Return the bytes that reading a box takes from storage; a little less if it is cut.
+    """Return the number of bytes that reading a box takes from storage; slightly fewer if it is cut.
 
     Args:
-        sizes: lengths of its axes.
+        sizes: lengths of the axes.
         sources: byte strides in the file.
         width: bytes of a stored element.
     """
@@ -463,7 +459,7 @@ def bytes_read(sizes: Sizes, sources: Sizes, width: int) -> int:
 
 
 def _file_span(sizes: Sizes, sources: Sizes, width: int) -> tuple[int, int]:
-    """Return the number of last axes that are read in one run of the file, and its length in bytes."""
+    """Return the number of trailing axes that are read in one run of the file, and the run's length in bytes."""
     axes, length = 0, width
     for count, stride in zip(reversed(sizes), reversed(sources), strict=True):
         if count > 1 and stride != length:

@@ -1,25 +1,15 @@
-"""The location of a checkpoint: a local directory, or a URL of a store that answers range requests.
+"""Paths and URLs of checkpoints, and the names of the directories next to them.
 
-:func:`parse_path` parses the text of a user once, at the edge (command line, options, public API). After that a local
-directory is a ``pathlib.Path`` and a remote one a :class:`RemotePath`, which has the few operations that readers of
-checkpoints use. Requests to stores are in :mod:`.remote`; this module sends none.
-
-A save is a rename, which object stores do not have, so it calls :func:`require_local`. Exports and conversions are also
-written to stores, see :func:`parse_target`.
-
-Names of the directories beside a checkpoint.
+:func:`parse_path` parses a user's text once. After that, a local directory is a ``pathlib.Path`` and a directory of a
+store a :class:`RemotePath`. Only the first of these names matches ``checkpoint-*``:
 
 ====================================  =================================================================================
 ``checkpoint-500``                    a checkpoint; 500 is the step
-``.checkpoint-500.unfinished-TOKEN``  a staging directory, of a running save or of a process that died; the token
-                                      begins with a digest of the run's id
-``.checkpoint-500.aside-TOKEN``       an older checkpoint while a newer one, staged with this token, takes its name
+``.checkpoint-500.unfinished-TOKEN``  a staging directory; the token begins with a digest of the run's id
+``.checkpoint-500.aside-TOKEN``       a backup of a checkpoint while the newer save with this token replaces it
 ``.checkpoint-500.removed-TOKEN``     a checkpoint that is being deleted
-``kept-TOKEN.checkpoint-500``         files of other programs that had the name; never deleted here
+``kept-TOKEN.checkpoint-500``         files of other programs that had the name; never deleted
 ====================================  =================================================================================
-
-No name but the first matches ``checkpoint-*``, so that people and the Trainer's rotation do not take the others for
-checkpoints.
 """
 
 from __future__ import annotations
@@ -36,22 +26,22 @@ import xxhash
 
 from paddleformers_fc.errors import FormatError, OptionError
 
-# One protocol, or several that fsspec chains.
+# One protocol, or several chained ones of fsspec.
 _URL = re.compile(r"((?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _LOCAL = frozenset({"file", "local"})
 _WEB = frozenset({"http", "https"})
 _IN_PROCESS = "memory"
-# Up to the "@" in front of the host; a secret may hold slashes, and a port is none.
+# Everything before the "@" of the host. A secret may contain slashes; a port number is not a secret.
 _CREDENTIALS = re.compile(r"(?<=://)(?:[^/@:\s]*:(?!\d+/)\S*@|[^/\s]*@)")
 
 
 class RemotePath(msgspec.Struct, frozen=True, order=True):
     """A file or directory of a store, by its URL.
 
-    As text it is the URL without user and password; :attr:`url` is the whole.
+    Its text omits user and password; :attr:`url` includes them.
 
     Args:
-        url: with its protocol and without a slash at the end, such as ``s3://bucket/run/checkpoint-3``.
+        url: with the protocol and without a trailing slash, such as ``s3://bucket/run/checkpoint-3``.
     """
 
     url: str
@@ -82,22 +72,22 @@ class RemotePath(msgspec.Struct, frozen=True, order=True):
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component."""
         return self.url.rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
-        """The end of the name, from its last dot on."""
+        """The file extension, with its dot."""
         return PurePosixPath(self.name).suffix
 
     @property
     def parent(self) -> RemotePath:
-        """The directory it is in; the top of a store is its own."""
+        """The parent directory; the root of a store is its own parent."""
         above = self.url.rpartition("/")[0]
         return self if above.endswith("/") else RemotePath(above)
 
     def with_name(self, name: str) -> RemotePath:
-        """Another entry of the same directory."""
+        """Return another entry of the same directory."""
         return self.parent / name
 
 
@@ -105,11 +95,11 @@ AnyPath: TypeAlias = Path | RemotePath
 
 
 def parse_path(named: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """Parse the path or URL of a user without accessing it; a ``file://`` URL is a local path.
+    """Parse a user's path or URL without accessing it; a ``file://`` URL is a local path.
 
     Raises:
-        OptionError: the URL cannot be that of a directory, no file system has such a path, or there is no text: it
-            would be the current directory.
+        OptionError: the URL cannot name a directory, the path is impossible, or the text is empty, which would mean the
+            current directory.
     """
     if isinstance(named, RemotePath):
         return named
@@ -124,26 +114,26 @@ def parse_path(named: str | os.PathLike[str] | RemotePath) -> AnyPath:
     if not rest.strip("/"):
         _reject(text, "it names no directory")
     if "::" in text:
-        _reject(text, "URLs inside URLs cannot be joined with the names of files")
+        _reject(text, "file names cannot be appended to nested URLs")
     if protocol in _WEB and ("?" in rest or "#" in rest):
-        _reject(text, "what follows ? or # would be lost when names of files are added")
+        _reject(text, "file names cannot be appended after ? or #")
     return RemotePath(f"{protocol}://{rest}")
 
 
 def expand_user(named: str | os.PathLike[str]) -> str:
-    """Return a user's text with the home directory in place of its ``~``, as PaddleFormers reads ``output_dir``.
+    """Expand ``~`` in a user's text, as PaddleFormers does for ``output_dir``.
 
-    For what a shell has not read: keys of a configuration, arguments in quotes. Directories that PaddleFormers uses
-    unchanged, such as that of ``save_pretrained``, are not expanded, because it writes files of its own there.
+    This is for text that no shell has expanded, such as keys of a configuration. Directories that PaddleFormers uses
+    unexpanded, as in ``save_pretrained``, are not expanded, because PaddleFormers writes its own files there.
 
     Raises:
-        OptionError: no file system has such a path.
+        OptionError: the path is impossible.
     """
     return os.path.expanduser(_path_text(named))
 
 
 def parse_named(named: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """Parse a path or URL as :func:`parse_path`, with the home directory in place of ``~``."""
+    """Parse a path or URL like :func:`parse_path`, after expanding ``~``."""
     return named if isinstance(named, RemotePath) else parse_path(expand_user(named))
 
 
@@ -151,7 +141,7 @@ def _path_text(named: str | os.PathLike[str]) -> str:
     """Return the text of a path.
 
     Raises:
-        OptionError: it is not a text, or contains what no file system can name.
+        OptionError: it is not text, or contains characters that no path can have.
     """
     text = os.fspath(named)
     try:
@@ -161,78 +151,78 @@ def _path_text(named: str | os.PathLike[str]) -> str:
     if not is_possible:
         raise OptionError(
             f"Invalid path {text!r}.",
-            evidence=["a path is a text without NUL, in the encoding of the file system"],
+            evidence=["a path is text without NUL, in the encoding of the file system"],
             next_step="Correct the path.",
         )
     return text
 
 
 def require_local(named: str | os.PathLike[str] | RemotePath, doing: str) -> Path:
-    """Return a directory that is written, which must be one of this machine.
+    """Return an output directory, which must be local because a save ends with a rename.
 
     Args:
-        named: as the user named it.
+        named: the directory, as the user named it.
         doing: the written object, as the beginning of a sentence: "A checkpoint".
 
     Raises:
-        OptionError: it is remote.
+        OptionError: the directory is remote.
     """
     found = parse_path(named)
     if isinstance(found, RemotePath):
         raise OptionError(
             f"{doing} cannot be written to {found}.",
             where=str(found),
-            evidence=["it is written beside its target and renamed at the end, and such a store cannot rename"],
-            next_step="Write it to a directory of this machine, then upload its files, "
+            evidence=["it is written next to its target and renamed at the end, but such a store cannot rename"],
+            next_step="Write it to a local directory, then upload its files, "
             "flex_checkpoint.json or model.safetensors.index.json last.",
         )
     return found
 
 
 def parse_target(named: str | os.PathLike[str] | RemotePath, doing: str) -> AnyPath:
-    """Parse the path or URL of a directory that is written.
+    """Parse the path or URL of an output directory.
 
     Args:
-        named: as the user named it.
+        named: the directory, as the user named it.
         doing: the written object, as the beginning of a sentence: "An export".
 
     Raises:
-        OptionError: it cannot be that of a directory, or web servers are only read from.
+        OptionError: it cannot name a directory, or is on a web server, which is read-only.
     """
     found = parse_path(named)
     if isinstance(found, RemotePath) and found.protocol in _WEB:
         raise OptionError(
             f"{doing} cannot be written to {found}.",
             where=str(found),
-            evidence=["files of a web server are only read"],
-            next_step="Name a directory of this machine, or an object store such as s3://bucket/run/export.",
+            evidence=["web servers are read-only"],
+            next_step="Name a local directory, or an object store such as s3://bucket/run/export.",
         )
     return found
 
 
 def require_lasting(found: AnyPath, doing: str) -> None:
-    """Refuse a target in the memory of this process, which ends with it.
+    """Check that a target outlives this process.
 
     Args:
         found: a parsed target.
         doing: as for :func:`parse_target`.
 
     Raises:
-        OptionError: it is in memory.
+        OptionError: the target is in memory.
     """
     if isinstance(found, RemotePath) and found.protocol == _IN_PROCESS:
         raise OptionError(
             f"{doing} in {found} would end with this process.",
             where=str(found),
-            next_step="Name a directory of this machine, or an object store such as s3://bucket/run.",
+            next_step="Name a local directory, or an object store such as s3://bucket/run.",
         )
 
 
 def parse_store(named: str, doing: str) -> RemotePath:
-    """Parse the URL of a store that outlives this process; a ``file://`` URL is that of a store of this machine.
+    """Parse the URL of a store that outlives this process; a ``file://`` URL counts as a local store.
 
     Args:
-        named: as the user named it.
+        named: the URL, as the user wrote it.
         doing: as for :func:`parse_target`.
 
     Raises:
@@ -243,33 +233,33 @@ def parse_store(named: str, doing: str) -> RemotePath:
     if isinstance(found, RemotePath):
         return found
     if _URL.fullmatch(named) is None:
-        _reject(named, "it is no URL")
+        _reject(named, "it is not a URL")
     return RemotePath(f"file://{found}")
 
 
 def check_not_empty(text: str) -> None:
-    """Refuse an empty text where a directory is named, such as a variable of a shell that was never set.
+    """Check that the path of a directory is not empty, as an unset shell variable would be.
 
     Raises:
         OptionError: it is empty.
     """
     if not text:
         raise OptionError(
-            "A directory is named by an empty text.",
-            evidence=["it would be the current directory, which is rarely meant"],
-            next_step="Name a directory; the current one is a dot.",
+            "The path of a directory is empty.",
+            evidence=["it would mean the current directory, which is rarely intended"],
+            next_step="Name a directory; use . for the current one.",
         )
 
 
 def mask_credentials(text: str) -> str:
-    """Return a text without the users and passwords of the URLs in it."""
+    """Mask users and passwords in the URLs of a text."""
     return _CREDENTIALS.sub("***@", text)
 
 
 def _local_path(text: str, rest: str) -> Path:
     host, slash, below = rest.partition("/")
     if host not in ("", "localhost"):
-        _reject(text, f"{host!r} would be another machine; a path of this one has three slashes")
+        _reject(text, f"{host!r} would be another machine; a local file:// URL has three slashes")
     if not slash and not text.endswith("/"):
         _reject(text, "it names no directory")
     return Path(_path_text("/" + unquote(below)))
@@ -288,7 +278,7 @@ UNFINISHED = "unfinished"
 ASIDE = "aside"
 REMOVED = "removed"
 LOCK_NAME = ".flex.lock"
-"""The name of the lock inside a staging directory."""
+"""Name of the lock file inside a staging directory."""
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
 _KEPT = re.compile(r"kept-[0-9a-f]+\.(.+)", re.DOTALL)
@@ -296,19 +286,19 @@ _BESIDE = re.compile(rf"\.(.+)\.({UNFINISHED}|{ASIDE}|{REMOVED})-([0-9a-f]+)", r
 
 
 def hidden_name(target: Path, state: str, token: str = "") -> Path:
-    """Return the name next to ``target`` for a directory in one of the three hidden states.
+    """Return the path next to ``target`` of a directory in one of the three hidden states.
 
     Args:
-        target: the name of the directory without a state.
+        target: the final path of the directory.
         state: the state.
-        token: makes the name unique; a new one by default.
+        token: makes the name unique; a new token by default.
 
     Raises:
-        OptionError: the target has no name that another directory can take.
+        OptionError: no directory can be renamed to the target.
     """
     if target.name in ("", ".."):
         raise OptionError(
-            f"{target} has no name of its own, and a checkpoint is renamed when it is complete.",
+            f"{target} has no name of its own, but a checkpoint is renamed when it is complete.",
             where=str(target),
             next_step="Name a directory such as checkpoint-3; nothing was written.",
         )
@@ -316,12 +306,12 @@ def hidden_name(target: Path, state: str, token: str = "") -> Path:
 
 
 def run_digest(run: str) -> str:
-    """Return the beginning of the tokens of a run."""
+    """Return the prefix of a run's tokens."""
     return xxhash.xxh3_64_hexdigest(run.encode())
 
 
 def backup_name(target: Path) -> Path:
-    """Return a fresh name next to ``target`` for files that were there before and are not ours."""
+    """Return a new path next to ``target`` for files of other programs that had its name."""
     return target.with_name(f"kept-{secrets.token_hex(6)}.{target.name}")
 
 
@@ -332,7 +322,7 @@ def parse_hidden(path: _P) -> tuple[_P, str, str] | None:
 
 
 def parse_kept(path: _P) -> _P | None:
-    """Return the name that a backup directory (:func:`backup_name`) was made from; None for any other name."""
+    """Return the target of a backup directory (:func:`backup_name`); None for any other name."""
     match = _KEPT.fullmatch(path.name)
     return path.with_name(match[1]) if match else None
 

@@ -1,16 +1,14 @@
-"""Files of a store that answers range requests, through fsspec: S3, GCS, OSS, HTTP and other backends.
+"""Read files of a store that supports range requests, through fsspec: S3, GCS, OSS, HTTP and other backends.
 
-Requests are limited to the wanted range of a file. Large ranges are requested in parts, several at a time, because one
-stream of a store is slower than its network. The size and entity tag, or change time, of a file are its identity:
-unlike a local descriptor, a URL may lead to a replaced file.
+Only the needed range of a file is requested. Large ranges are requested in parts, several at a time, because one stream
+of a store is slower than its network. Size and entity tag, or change time, of a file are its identity, because a URL,
+unlike a local descriptor, may lead to a replaced file.
 
-Every fault of a backend becomes an error of this package with URL and offset. Texts of backends may contain credentials
-or signed URLs, so they are masked, and no exception of a backend is chained. Access and credentials are configured in
-fsspec: its configuration files and environment, and those of the backend.
+Every exception of a backend becomes an error of this package with URL and offset. Backend messages may contain
+credentials or signed URLs, so they are masked, and their exceptions are not chained. Access and credentials are
+configured in fsspec and its backends, which are imported when the first URL is used.
 
-fsspec and its backends are imported when the first URL is used. Their synchronous calls may come from any thread.
-
-Memory of a read: ``PART_BYTES * PARTS`` in a thread, beside the caller's buffer.
+Memory of a read: ``PART_BYTES * PARTS`` per thread, in addition to the caller's buffer.
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ from paddleformers_fc.storage.paths import AnyPath, RemotePath, mask_credentials
 from paddleformers_fc.text import install_command
 
 PART_BYTES = 8 * 1024 * 1024
-"""The longest range of one request."""
+"""Maximum length of one request."""
 PARTS = 4
 """Number of parts of a range that are requested at a time."""
 RESTORE_FILE = "Restore the file or use another checkpoint."
-"""The advice for a file that is missing or not a file."""
+"""The advice for a file that is missing or not a regular file."""
 AT_ONCE = 16
 """Number of files that are inspected or opened at a time."""
 
-# Backends' keys for a value that changes with a file, the most precise first.
+# Keys under which backends report a value that changes with the file, most precise first.
 _TAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_md5", "Content-MD5", "generation", "version_id", "mtime")
 _TIMES = ("LastModified", "last_modified", "Last-Modified", "updated", "modified", "created")
 _EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3"}
@@ -54,8 +52,8 @@ class RemoteStatus(msgspec.Struct, frozen=True):
     """The status of a name in a store.
 
     Args:
-        kind: ``file``, ``directory``, or another word of the backend.
-        size: of a file, in bytes; 0 for anything else.
+        kind: ``file``, ``directory``, or another type that the backend reports.
+        size: length of a file in bytes; 0 for anything else.
         tag: changes when the file does; empty if the backend reports only the size.
     """
 
@@ -65,7 +63,7 @@ class RemoteStatus(msgspec.Struct, frozen=True):
 
 
 class RemoteFile(msgspec.Struct, frozen=True):
-    """A file of a store that was found; nothing is held open.
+    """An existing file of a store. It uses no open connection.
 
     Args:
         path: its URL.
@@ -81,7 +79,7 @@ class RemoteFile(msgspec.Struct, frozen=True):
         return self.status.size
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing, because nothing is open."""
 
     def __enter__(self) -> RemoteFile:
         return self
@@ -93,8 +91,8 @@ class RemoteFile(msgspec.Struct, frozen=True):
         """Fill a flat, writable view with the bytes from ``offset`` on; safe from several threads at once.
 
         Raises:
-            Corrupt: the file ends before the view is full, is gone, or was replaced.
-            StorageError: the store refused, or answered with something else.
+            Corrupt: the file ends before the view is full, is missing, or was replaced.
+            StorageError: the store refused, or sent a wrong answer.
         """
         parts = [(low, min(low + PART_BYTES, view.nbytes)) for low in range(0, view.nbytes, PART_BYTES)]
         for first in range(0, len(parts), PARTS):
@@ -107,7 +105,7 @@ class RemoteFile(msgspec.Struct, frozen=True):
         """Fetch several ranges, at the same time if the backend supports it.
 
         Args:
-            ranges: offset of the first byte, and behind the last.
+            ranges: first offset and end offset of each range.
 
         Raises:
             Corrupt, StorageError: as for :meth:`read_into`.
@@ -126,15 +124,15 @@ class RemoteFile(msgspec.Struct, frozen=True):
             if len(answer) != end - begin:
                 self._check_unchanged()
                 raise StorageError(
-                    f"The store answered with another number of bytes of {self.path} than were requested.",
+                    f"The store sent the wrong number of bytes of {self.path}.",
                     where=f"{self.path}, byte {begin}",
-                    evidence=[f"wanted {end - begin} bytes from byte {begin}, got {len(answer)}"],
+                    evidence=[f"requested {end - begin} bytes from byte {begin}, got {len(answer)}"],
                     next_step=_CUT if len(answer) < end - begin else _NO_RANGES,
                 )
         return list(answers)
 
     def _check_unchanged(self) -> None:
-        """Refuse a file that was replaced during the read, which is the likeliest cause of a failed read."""
+        """Check that the file was not replaced, which is the most likely cause of a failed read."""
         now = stat_remote(self.path)
         if now is None:
             raise missing(self.path)
@@ -149,11 +147,11 @@ class RemoteFile(msgspec.Struct, frozen=True):
 
 
 def open_remote(path: RemotePath) -> RemoteFile:
-    """Find a file to read it.
+    """Open a file for reading.
 
     Raises:
         Corrupt: there is no such file.
-        FormatError: it is no file.
+        FormatError: it is not a file.
         StorageError: the store refused, or reports no size of the file.
     """
     status = stat_remote(path)
@@ -165,14 +163,14 @@ def open_remote(path: RemotePath) -> RemoteFile:
 
 
 def stat_remote(path: RemotePath) -> RemoteStatus | None:
-    """Return the present status of a name; None if there is no such name.
+    """Return the current status of a path; None if it does not exist.
 
     Raises:
         StorageError: the store refused.
     """
-    with asking("look at", path) as (system, inner):
+    with asking("access", path) as (system, inner):
         try:
-            # A listing that some earlier call left behind may be older than the file.
+            # A cached listing may be older than the file.
             system.invalidate_cache(inner)
             facts = system.info(inner)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -187,7 +185,7 @@ def stat_remote(path: RemotePath) -> RemoteStatus | None:
 
 
 def list_remote(path: RemotePath) -> list[RemotePath]:
-    """Return the entries of a directory, by name; none if it does not exist, or is a file.
+    """Return the entries of a directory, sorted by name; none if it does not exist, or is a file.
 
     Raises:
         StorageError: the store refused to list it.
@@ -200,27 +198,27 @@ def list_remote(path: RemotePath) -> list[RemotePath]:
             if _hides_failure(error):
                 raise error.__cause__ or error from None
             return []
-        except Exception as error:  # Every backend has exceptions of its own.
+        except Exception as error:  # Every backend has its own exceptions.
             if _cannot_list(path, error):
                 return []
             raise
-    # A file is listed as itself, and so is the object that some stores have for a directory.
+    # A file is listed as itself, and so is the placeholder object that some stores have for a directory.
     below = {str(entry).rstrip("/") for entry in found} - {inner.rstrip("/")}
     names = {entry.rpartition("/")[2] for entry in below} - {"", ".", ".."}
     return [path / name for name in sorted(names)]
 
 
 def missing(path: AnyPath) -> Corrupt:
-    """Return the error for a file that is not there."""
+    """Return the error for a missing file."""
     return Corrupt(f"{path} is missing.", where=str(path), next_step=RESTORE_FILE)
 
 
-def too_short(path: AnyPath, begin: int, wanted: int, got: int) -> Corrupt:
-    """Return the error for a file that ends before the bytes that are read."""
+def too_short(path: AnyPath, begin: int, length: int, got: int) -> Corrupt:
+    """Return the error for a file that ends before the requested bytes."""
     return Corrupt(
         f"{path} ends too early.",
         where=f"{path}, byte {begin + got}",
-        evidence=[f"wanted {wanted} bytes from byte {begin}, got {got}"],
+        evidence=[f"requested {length} bytes from byte {begin}, got {got}"],
         next_step="The file was truncated. Restore it or use another checkpoint.",
     )
 
@@ -232,8 +230,8 @@ def _refused(action: str, path: RemotePath, error: Exception, offset: int | None
         action: an infinitive such as "read".
         path: the requested file.
         error: the exception of the backend.
-        offset: of the first byte that was wanted, for a read.
-        secrets: texts that must not be repeated.
+        offset: offset of the first requested byte, for a read.
+        secrets: texts to mask.
     """
     text = _QUERY.sub("?***", mask_credentials(" ".join(str(error).split())))
     for secret in secrets:
@@ -242,10 +240,10 @@ def _refused(action: str, path: RemotePath, error: Exception, offset: int | None
     if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
         right = action if action in _CHANGES else "read"
         advice = (
-            f"Give these credentials the right to {right} it; fsspec takes them from its configuration or environment."
+            f"Give these credentials permission to {right} it; fsspec reads them from its configuration or environment."
         )
     elif isinstance(error, NotImplementedError):
-        advice = "The backend of this protocol cannot do it. Use a directory of this machine or another store."
+        advice = "The backend of this protocol does not support it. Use a local directory or another store."
     elif isinstance(error, TimeoutError):
         advice = "The store did not answer in time; try again."
     return StorageError(
@@ -258,28 +256,28 @@ def _refused(action: str, path: RemotePath, error: Exception, offset: int | None
 
 @contextlib.contextmanager
 def asking(action: str, path: RemotePath, offset: int | None = None) -> Iterator[tuple[Any, str]]:
-    """Yield the file system of a URL and the path inside it; exceptions of the backend in the block become errors.
+    """Context manager that yields the file system of a URL and the path inside it, and translates backend exceptions.
 
     Args:
         action: an infinitive such as "read".
         path: the URL.
-        offset: of the first byte that is wanted, for a read.
+        offset: offset of the first requested byte, for a read.
 
     Raises:
         OptionError: there is no backend for it.
         StorageError: the backend raised.
     """
-    system, inner = _reached(path)
+    system, inner = _file_system(path)
     try:
         yield system, inner
     except FlexError:
         raise
-    except Exception as error:  # Every backend has exceptions of its own.
+    except Exception as error:  # Every backend has its own exceptions.
         raise _refused(action, path, error, offset, _secrets(system)) from None
 
 
-def _reached(path: RemotePath) -> tuple[Any, str]:
-    """Return the file system of a URL, which fsspec keeps, and the path inside it."""
+def _file_system(path: RemotePath) -> tuple[Any, str]:
+    """Return the file system of a URL, which fsspec caches, and the path inside it."""
     from fsspec.core import url_to_fs
 
     try:
@@ -291,7 +289,7 @@ def _reached(path: RemotePath) -> tuple[Any, str]:
             evidence=[mask_credentials(str(error))],
             next_step=_install(path.protocol),
         ) from None
-    except Exception as error:  # Every backend has exceptions of its own.
+    except Exception as error:  # Every backend has its own exceptions.
         raise OptionError(
             f"fsspec does not accept {path}.",
             where=str(path),
@@ -307,7 +305,7 @@ def _install(protocol: str) -> str:
 
 
 def _hides_failure(error: OSError) -> bool:
-    """Return whether a "not found" hides another failure, as the backend for HTTP does for every failure."""
+    """Return whether a "not found" hides another failure; the HTTP backend reports every failure as "not found"."""
     cause = error.__cause__
     status = getattr(cause, "status", None)
     if isinstance(status, int):
@@ -316,7 +314,7 @@ def _hides_failure(error: OSError) -> bool:
 
 
 def _cannot_list(path: RemotePath, error: Exception) -> bool:
-    """Return whether this is a web server that serves files and no listings, as most do."""
+    """Return whether a web server serves files but no listings, as most do."""
     return path.protocol in ("http", "https") and getattr(error, "status", None) in (401, 403, 405)
 
 
@@ -326,7 +324,7 @@ def _tag(facts: dict[str, Any]) -> str:
 
 
 def _secrets(system: Any) -> list[str]:
-    """Return the values of a file system's options, and of the environment, that must not be repeated."""
+    """Return the secrets among a file system's options and in the environment."""
     found: list[str] = []
 
     def gather(options: Any, shortest: int) -> None:
@@ -336,7 +334,7 @@ def _secrets(system: Any) -> list[str]:
             gather(value, shortest)
 
     gather(getattr(system, "storage_options", {}), 4)
-    # Switches in the environment have names with key and token too; a credential is longer than "false".
+    # Some switches in the environment have "key" or "token" in their names; a credential is longer than "false".
     gather(dict(os.environ), 8)
-    # One may be the beginning of another, whose end would be left.
+    # Longest first, because one secret may be a prefix of another.
     return sorted(found, key=len, reverse=True)

@@ -1,13 +1,11 @@
 """Write and delete files of a store, through fsspec.
 
-Files are uploaded from the front to the end, in parts. A store such as S3 shows a file when its upload is completed,
-never a part of it; an interrupted upload is discarded. A deferred file is uploaded and completed later
-(:meth:`RemoteFileWriter.publish`).
+Files are uploaded sequentially, in parts. A store such as S3 shows a file only when its upload is completed; an
+interrupted upload is discarded. A deferred file is uploaded first and completed later
+(:meth:`RemoteFileWriter.publish`). Uploaded bytes are verified by reading them again (:func:`compare_uploaded`),
+because stores report no comparable checksums.
 
-Uploaded bytes are proved by reading them again (:func:`compare_uploaded`), because stores report no comparable
-checksums.
-
-Memory of a file that is being written: :data:`UPLOAD_BYTES`, more for files of more than 270 GB.
+Memory of a file that is being written: :data:`UPLOAD_BYTES`; more for files of more than 270 GB.
 """
 
 from __future__ import annotations
@@ -26,20 +24,20 @@ from paddleformers_fc.storage.remote import asking
 UPLOAD_BYTES = 32 * 1024 * 1024
 """Length of an uploaded part."""
 _PROBE = ".paddleformers_fc.test"
-_MOST_PARTS = 9000
-"""S3 takes 10,000."""
+_MAX_PARTS = 9000
+"""S3 accepts up to 10,000."""
 
 
 class RemoteFileWriter:
-    """A file of a store, uploaded from the front to the end. Its pieces come nearly in order, from several threads.
+    """A file of a store that is uploaded sequentially. Several threads may write it, approximately in order.
 
     A piece that comes early is copied and kept until the pieces before it have come.
 
     Args:
         directory: the URL that the name is relative to.
-        name: of the file; an older file is replaced when this one is completed.
+        name: name of the file; an older file is replaced when this file is completed.
         size: its length in bytes.
-        deferred: whether :meth:`close` uploads it without completing it.
+        deferred: whether :meth:`close` uploads the file without completing it.
 
     Raises:
         StorageError: the store refused.
@@ -51,13 +49,13 @@ class RemoteFileWriter:
         self._written = 0
         self._early: dict[int, bytes | memoryview] = {}
         self._lock = threading.Lock()
-        part = max(UPLOAD_BYTES, -(-size // _MOST_PARTS))
+        part = max(UPLOAD_BYTES, -(-size // _MAX_PARTS))
         with asking("write", self.path) as (system, inner):
             options = {"block_size": part, "autocommit": not deferred}
             try:
                 self._file: Any = system.open(inner, "wb", **options)
             except FileNotFoundError:
-                # Unlike an object store, such as a file system of this machine.
+                # Unlike an object store, a file system needs the directory first.
                 system.makedirs(system._parent(inner), exist_ok=True)
                 self._file = system.open(inner, "wb", **options)
 
@@ -84,7 +82,7 @@ class RemoteFileWriter:
             self._done = not self._deferred
 
     def publish(self) -> None:
-        """Complete a deferred file that is closed.
+        """Complete a deferred file after :meth:`close`.
 
         Raises:
             StorageError: the store refused.
@@ -95,9 +93,9 @@ class RemoteFileWriter:
                 self._done = True
 
     def abandon(self) -> None:
-        """Discard the upload of a file that was not completed; a refusal of the store is ignored."""
+        """Discard an upload that was not completed, and ignore errors."""
         if not self._done:
-            with contextlib.suppress(Exception):  # An error that led here takes precedence.
+            with contextlib.suppress(Exception):  # The error that led here takes precedence.
                 self._file.discard()
             with contextlib.suppress(AttributeError):
                 self._file.closed = True  # Its finalizer would complete the file.
@@ -105,7 +103,7 @@ class RemoteFileWriter:
 
 
 def write_remote(directory: RemotePath, name: str, data: bytes) -> FileChecksum:
-    """Write a small file; return its checksum.
+    """Write a small file, and return its checksum.
 
     Raises:
         StorageError: the store refused.
@@ -121,18 +119,18 @@ def write_remote(directory: RemotePath, name: str, data: bytes) -> FileChecksum:
 
 
 def check_remote_writable(directory: RemotePath) -> None:
-    """Write a small file and delete it, so that a missing bucket or right is found before hours of training.
+    """Check that a store can be written to, before hours of training, by writing and deleting a small file.
 
     Raises:
         StorageError: the store refused to write.
     """
     write_remote(directory, _PROBE, b"written to test this URL, and deleted at once\n")
-    with contextlib.suppress(StorageError):  # Only save_total_limit needs the right.
+    with contextlib.suppress(StorageError):  # Only save_total_limit needs permission to delete.
         remove_remote(directory / _PROBE)
 
 
 def remove_remote(path: RemotePath) -> None:
-    """Delete a file; one that is already gone is no fault.
+    """Delete a file if it exists.
 
     Raises:
         StorageError: the store refused.
@@ -142,11 +140,11 @@ def remove_remote(path: RemotePath) -> None:
 
 
 def compare_uploaded(directory: RemotePath, checksums: Sequence[FileChecksum]) -> None:
-    """Read files of a store again, and compare every byte with its checksum.
+    """Read files of a store again, and compare their checksums.
 
     Raises:
-        Corrupt: the store has other bytes than those that were uploaded.
-        StorageError: it refused to read them.
+        Corrupt: the store does not have the uploaded bytes.
+        StorageError: the store refused to read them.
     """
     fault = f"The store does not have the bytes that were uploaded to {directory}"
     advice = "Make sure that no other program writes there, then upload again."

@@ -206,7 +206,7 @@ def test_an_empty_argument_is_not_the_current_directory(command: list[str]) -> N
     outcome = run(*command, "--json")
     assert outcome.code == 2
     assert outcome.document["error"] == "OptionError"
-    assert "named by an empty text" in outcome.document["what"]
+    assert "path of a directory is empty" in outcome.document["what"]
 
 
 def test_without_a_command_the_help_is_shown() -> None:

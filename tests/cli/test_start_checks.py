@@ -85,7 +85,7 @@ REFUSED = [
     ("flex_verify=twice", "flex_verify: 'twice'"),
     ("output_dir=", "output_dir is missing"),
     ("output_dir=no", "output_dir: false is not text; a name that YAML reads as something else needs quotes"),
-    ("output_dir='';flex_checkpoint=false", "named by an empty text"),
+    ("output_dir='';flex_checkpoint=false", "path of a directory is empty"),
     ("custom_register_path=nowhere.py", "custom_register_path: nowhere.py does not exist"),
     ("max_steps;=3;save_steps=1", "- 'max_steps'\n  - '=3'\n"),
     ("max_steps=[3", "The value of an override is not valid YAML."),
@@ -251,8 +251,8 @@ def test_a_path_of_another_user_is_refused_with_the_next_step(closed: Path, key:
     look = main._named if key == "of a command" else lambda path: [*start_checks._missing_paths({key: path})]
     with pytest.raises(StorageError) as caught:
         look(path)
-    assert caught.value.what == f"The operating system refused to look at {path}: Permission denied."
-    assert caught.value.next_step == "Give this user the right to this path, or choose another."
+    assert caught.value.what == f"The operating system refused to access {path}: Permission denied."
+    assert caught.value.next_step == "Give this user permission for this path, or choose another path."
 
 
 def test_a_path_that_is_too_long_to_exist_is_missing(tmp_path: Path) -> None:

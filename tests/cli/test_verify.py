@@ -84,7 +84,7 @@ def test_damaged_files_and_a_mapping_that_cannot_be_proved_are_in_one_report(cop
 def test_the_next_step_is_that_for_files_that_are_missing_too_many_or_both(copy: Path) -> None:
     steps = {
         (False, True): "Move these files away.",
-        (True, True): "Move away what does not belong to it, and restore the other files or use another checkpoint.",
+        (True, True): "Move away the files that do not belong to it, and restore the others or use another checkpoint.",
         (True, False): "Restore these files or use another checkpoint.",
     }
     extra, config = copy / "model_state/rank-00009.safetensors", copy / "config.json"

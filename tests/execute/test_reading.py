@@ -232,7 +232,7 @@ def test_small_tensors_that_follow_one_another_are_read_by_one_call(
     items = rows_of(*values.shape)
     slots = empty_slots(items)
     assert execute_reads(plan_of(items), tmp_path, slots) == values.nbytes
-    assert len(machine.reads) == math.ceil(5000 / files.MOST_BUFFERS)
+    assert len(machine.reads) == math.ceil(5000 / files.MAX_BUFFERS)
     assert all(slots[ROLE, str(row)].array.tobytes() == values[row].tobytes() for row in range(5000))
 
 

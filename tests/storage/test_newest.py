@@ -48,7 +48,7 @@ def test_a_checkpoint_whose_name_contradicts_its_step_is_skipped(tmp_path: Path)
     (tmp_path / "checkpoint-3").rename(tmp_path / "checkpoint-10")
     found, ((skipped, why),) = newest_checkpoint(tmp_path)
     assert (found, skipped) == (tmp_path / "checkpoint-4", tmp_path / "checkpoint-10")
-    assert why == "checkpoint-10 contains step 3: rename it to checkpoint-3 if that is free."
+    assert why == "checkpoint-10 contains step 3: rename it to checkpoint-3 if that name is free."
 
 
 @pytest.mark.parametrize(

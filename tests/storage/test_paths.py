@@ -48,7 +48,7 @@ def test_a_url_that_cannot_be_a_directory_is_refused(text: str) -> None:
 
 def test_an_empty_text_is_not_the_current_directory() -> None:
     for name in (parse_path, lambda text: require_local(text, "An export")):
-        with pytest.raises(OptionError, match="named by an empty text"):
+        with pytest.raises(OptionError, match="path of a directory is empty"):
             name("")
     assert parse_path(".") == parse_path(Path()) == Path()
 

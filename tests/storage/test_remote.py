@@ -127,7 +127,7 @@ def test_a_file_that_ends_early_is_corrupt_and_the_error_has_the_position(
         reader.read_into(path, offset, bytearray(200))
     assert "3.bin ends too early" in caught.value.what
     assert caught.value.where == f"{path}, byte {offset + got}"
-    assert caught.value.evidence == (f"wanted 200 bytes from byte {offset}, got {got}",)
+    assert caught.value.evidence == (f"requested 200 bytes from byte {offset}, got {got}",)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_missing_file_a_refused_one_and_a_failing_store_are_distinguished(serv
         read_file(at(served, "gone"))
     for status in (401, 403, 500, 503):
         served.refuse["data"] = status
-        with pytest.raises(StorageError, match=f"(?s)refused to look at .*data.*{status}") as caught:
+        with pytest.raises(StorageError, match=f"(?s)refused to access .*data.*{status}") as caught:
             read_file(at(served, "data"))
         assert ("right to read" in caught.value.next_step) == (status in (401, 403))
         with pytest.raises(StorageError):
@@ -194,7 +194,7 @@ def _broken(data: bytes) -> bytes:
 
 
 def test_a_store_that_is_not_there_is_an_error_of_storage() -> None:
-    with pytest.raises(StorageError, match="refused to look at http://127"):
+    with pytest.raises(StorageError, match="refused to access http://127"):
         read_file(RemotePath("http://127.0.0.1:9/run/flex_checkpoint.json"))
 
 

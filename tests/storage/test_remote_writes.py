@@ -112,6 +112,6 @@ def test_a_refused_write_or_deletion_repeats_no_credentials(bucket: Bucket) -> N
 
 
 def test_a_web_server_is_not_a_target() -> None:
-    with pytest.raises(OptionError, match=r"(?s)An export cannot be written to https://\*\*\*@host/run.*only read"):
+    with pytest.raises(OptionError, match=r"(?s)An export cannot be written to https://\*\*\*@host/run.*read-only"):
         parse_target("https://ann:secret@host/run", "An export")
     assert parse_target("s3://bucket/run/", "An export") == RemotePath("s3://bucket/run")

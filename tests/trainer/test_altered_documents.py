@@ -89,8 +89,8 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("trainer/rng-00001.json", {"world_size": 4}, "trainer/rng-00001.json has number of ranks 4"),
     (MANIFEST_NAME, {"step": 5}, "trainer/state.json has step 3, flex_checkpoint.json has 5"),
     (MANIFEST_NAME, {"consumed_samples": 40}, "trainer/state.json has samples 24, flex_checkpoint.json has 40"),
-    (MANIFEST_NAME, {"world_size": 1}, "trainer/rng-00001.json is of rank 1, and world_size is 1"),
-    (MANIFEST_NAME, {"world_size": 3}, "random generators of 2 ranks are listed, and world_size is 3"),
+    (MANIFEST_NAME, {"world_size": 1}, "trainer/rng-00001.json belongs to rank 1, but world_size is 1"),
+    (MANIFEST_NAME, {"world_size": 3}, "random generators of 2 ranks are listed, but world_size is 3"),
     (MANIFEST_NAME, {"family": "qwen2"}, "mapping.json has family 'llama', flex_checkpoint.json has 'qwen2'"),
 ]
 

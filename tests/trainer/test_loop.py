@@ -257,7 +257,7 @@ INVALID_LOADS: dict[str, dict[str, Any]] = {
     "Invalid argument: threads=1000000.": {"threads": 10**6},
     "Invalid argument: optimizer='adam'.": {"optimizer": "adam"},
     "Invalid argument: allow_casts='yes'.": {"allow_casts": "yes"},
-    "The verification level 'quick' is unknown.": {"verify": "quick"},
+    "Unknown verification level 'quick'.": {"verify": "quick"},
     "aoa_config is not a mapping.": {"aoa_config": "a -> b"},
 }
 
