@@ -1,10 +1,9 @@
-"""Checks of a training configuration before a rank starts, where an error takes seconds and one line.
+"""Check a training configuration before the ranks start, so that errors appear within seconds and once.
 
-Only certain faults are refused. PaddleFormers resolves names that may be on a hub, and a registration file of the user
-may add keys and stages, and replace the model.
-
-Keys and values are compared with the table of PaddleFormers' arguments (:mod:`.stock_keys`), whose defaults the later
-checks use for missing keys. A function of faults yields a line per fault; one error lists those of several.
+Only certain faults are errors: a name may be on a hub, and a user's registration file may add keys and stages and
+replace the model. Keys and values are checked against the table of PaddleFormers' arguments (:mod:`.stock_keys`), whose
+defaults later checks use for missing keys. Functions named ``*_faults`` yield one line per fault, and one error lists
+the lines of several.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from paddleformers_fc.trainer import options, resume, tiers
 from paddleformers_fc.trainer.stock_keys import StockTable, check_values, stock_table
 
 Values = Mapping[str, Any]
-"""The settings, and the default of every missing key of PaddleFormers and of this package."""
+"""The settings, with defaults for missing keys of PaddleFormers and of this package."""
 
 _TENSOR, _STAGES, _EXPERTS = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
 _VIRTUAL, _SHARDING = "virtual_pipeline_model_parallel_size", "sharding_parallel_size"
@@ -53,10 +52,10 @@ _SIZES = frozenset(
 
 
 def require_paddleformers(doing: str) -> None:
-    """Refuse an operation that needs PaddleFormers if it is not installed.
+    """Check that PaddleFormers is installed.
 
     Args:
-        doing: the operation, as the subject of a sentence.
+        doing: the operation that needs it, as the subject of a sentence.
 
     Raises:
         EnvironmentMismatch: it is not installed.
@@ -68,23 +67,22 @@ def require_paddleformers(doing: str) -> None:
 
 
 def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> SimpleNamespace:
-    """Refuse settings that every rank would refuse after its imports, or read as others.
+    """Check settings for everything that ranks would reject after their imports, or misread.
 
     Args:
         settings: the configuration with its overrides.
-        is_extended: whether a registration file of the user runs.
-        nodes: number of nodes of the job; the files of a checkpoint may be on other nodes.
+        is_extended: whether a user's registration file runs.
+        nodes: number of nodes of the job. If there are several, this one may not see all files of a checkpoint.
     Returns:
-        the settings with the defaults of missing keys.
+        the settings, with defaults for missing keys.
     Raises:
-        OptionError: unknown keys, each with a similar known one; contradictions; wrong values; missing paths and
-            combinations that PaddleFormers refuses; in this order.
-        CheckpointError: the checkpoint to resume is missing or damaged; the model lacks weights.
-        MismatchError: the checkpoint to resume is of another model.
+        OptionError: checked in this order: conflicting keys; unknown keys, with similar known ones; invalid values;
+            missing paths and combinations that PaddleFormers does not support.
+        CheckpointError: the checkpoint to resume is missing or damaged, or the model has no weights.
+        MismatchError: the checkpoint to resume contains another model.
         MappingError: the configuration of the model lacks a size, or contradicts itself.
         EnvironmentMismatch: the class of the model needs PaddleFleet.
-        StorageError: the operating system refused to look at a path or to write to ``flex_local_dir``; the store of
-            ``flex_upload`` refused.
+        StorageError: a path cannot be read, or ``flex_local_dir`` or the store of ``flex_upload`` cannot be written.
     """
     stock = stock_table()
     options.check_settings(settings)
@@ -99,7 +97,7 @@ def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> SimpleN
         faults += [*_schedule_faults(values), *_pipeline_faults(values)]
     _raise_faults(faults, "Correct the listed keys. Relative paths begin in the working directory.")
     if not checked.flex_checkpoint:
-        _check_resumed_by_us(values)
+        _check_no_native_resume(values)
     elif (url := options.upload_url(checked)) is not None:
         check_remote_writable(url)
     _check_local_tier(checked, nodes)
@@ -113,26 +111,21 @@ def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> SimpleN
 
 
 def check_ranks(values: Values, ranks: int, is_extended: bool) -> None:
-    """Refuse a layout that does not fit the number of ranks on a CPU, and a model that a CPU cannot train.
+    """Check that a layout fits the number of ranks on CPUs, and that a CPU can train the model.
 
     Args:
         values: the result of :func:`check`.
-        ranks: of all nodes.
+        ranks: number of ranks on all nodes.
         is_extended: as for :func:`check`.
     Raises:
         OptionError: with all faults.
     """
     if stock_table().keys:
-        faults = [*_rank_faults(values, ranks), *(() if is_extended else _fused_norm(values))]
+        faults = [*_rank_faults(values, ranks), *(() if is_extended else _fused_norm_faults(values))]
         _raise_faults(faults, "Change the listed keys, or start another number of ranks with --nproc.")
 
 
 def _raise_faults(faults: Sequence[str], next_step: str) -> None:
-    """Raise one error with the faults, if there are any.
-
-    Raises:
-        OptionError: there are.
-    """
     if faults:
         raise OptionError(
             "Training cannot start with these settings.",
@@ -143,24 +136,24 @@ def _raise_faults(faults: Sequence[str], next_step: str) -> None:
 
 
 def _check_keys_known(settings: Mapping[str, Any], stock: Mapping[str, Any]) -> None:
-    """Refuse unknown keys; without a table of PaddleFormers' keys those that look like keys of this package.
+    """Check for unknown keys; without a table of PaddleFormers' keys, only among keys that begin with ``flex_``.
 
     Raises:
-        OptionError: with all of them.
+        OptionError: with all unknown keys.
     """
-    # A dot or a bracket in an override reaches into the value of a key.
+    # Overrides may address a part of a value with a dot or a bracket.
     names = {re.split(r"[.\[]", str(key))[0] for key in settings} - {*options.FIELD_NAMES, *stock}
-    # PaddleFormers has keys of its own that begin with flex_ckpt.
+    # PaddleFormers also has keys that begin with flex_ckpt.
     unknown = [name for name in names if stock or (name.startswith("flex_") and not name.startswith("flex_ckpt"))]
     if unknown:
         raise options.unknown_keys(unknown, stock)
 
 
 def _check_local_tier(checked: SimpleNamespace, nodes: int) -> None:
-    """Refuse a local tier that cannot be written, or is that of another run, as far as this node can tell.
+    """Check that the local tier is writable and, as far as this node sees, does not belong to another run.
 
     Raises:
-        StorageError: the operating system refused.
+        StorageError: it cannot be written or read.
         OptionError: see :func:`.tiers.check_own`.
     """
     local = options.local_dir(checked)
@@ -172,7 +165,7 @@ def _check_local_tier(checked: SimpleNamespace, nodes: int) -> None:
 
 
 def _missing_paths(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Find missing local models and data, and a missing output directory."""
+    """Yield faults of paths: missing models, data and registration files, and a missing output_dir."""
     output_dir, own = settings.get("output_dir"), settings.get("custom_register_path")
     if output_dir is None:
         yield "output_dir is missing: the directory for checkpoints and logs"
@@ -185,23 +178,23 @@ def _missing_paths(settings: Mapping[str, Any]) -> Iterator[str]:
     for kind in _DATA:
         paths, chances = _listed(settings.get(f"{kind}_path")), _listed(settings.get(f"{kind}_prob"))
         if len(paths) == len(chances):
-            # PaddleFormers does not look at data that is never drawn.
-            paths = [path for path, chance in zip(paths, chances, strict=True) if not _is_nothing(chance)]
+            # PaddleFormers does not open data with probability 0.
+            paths = [path for path, chance in zip(paths, chances, strict=True) if not _is_zero(chance)]
         named.extend((f"{kind}_path", path.partition("#")[0]) for path in paths)
     for key, text in named:
         path = Path(expand_user(text))
         if _is_local(text, PurePath(str(output_dir))) and not exists(path):
-            beside = [one.name for one in list_directory(path.parent)] if is_directory(path.parent) else []
-            meant = likely_meant(path.name, beside)
+            siblings = [one.name for one in list_directory(path.parent)] if is_directory(path.parent) else []
+            meant = likely_meant(path.name, siblings)
             yield f"{key}: {text} does not exist{meant and f' in {path.parent}; {meant}'}"
 
 
 def _listed(value: Any) -> list[str]:
-    """Return the entries of a list as PaddleFormers reads it: without spaces and empty entries."""
+    """Split a comma-separated list as PaddleFormers does: without spaces and empty entries."""
     return [entry for entry in str("" if value is None else value).replace(" ", "").split(",") if entry]
 
 
-def _is_nothing(chance: str) -> bool:
+def _is_zero(chance: str) -> bool:
     try:
         return float(chance) <= 0
     except ValueError:
@@ -209,9 +202,9 @@ def _is_nothing(chance: str) -> bool:
 
 
 def _is_local(path: str, output_dir: PurePath) -> bool:
-    """Return whether this can only be a path.
+    """Return whether a text can only be a local path.
 
-    ``owner/name`` may be on a hub, unless the working directory or the path of the output contains ``owner``.
+    ``owner/name`` may be on a hub, unless ``owner`` is a directory here or the first part of ``output_dir``.
     """
     first, slash, _ = path.partition("/")
     return bool(slash) and (
@@ -220,7 +213,7 @@ def _is_local(path: str, output_dir: PurePath) -> bool:
 
 
 def _schedule_faults(values: Values) -> Iterator[str]:
-    """Find numbers and strategies that every rank would refuse after its imports, or after it has built the model."""
+    """Yield numbers and strategies that ranks would reject after their imports or after they have built the model."""
     counted = (_PASSES, _BATCH) if values["fine_tuning"].lower() == "full" else (_PASSES, _BATCH, "lora_rank")
     yield from (f"{key}: {values[key]} is less than 1" for key in counted if values[key] < 1)
     if values["logging_strategy"] == "steps" and not values["logging_steps"]:
@@ -228,7 +221,7 @@ def _schedule_faults(values: Values) -> Iterator[str]:
     if values["max_steps"] <= 0 >= values["num_train_epochs"]:
         yield f"max_steps: {values['max_steps']} and num_train_epochs: {values['num_train_epochs']}"
     if not values["sharding"] and values[_SHARDING] > 1:
-        yield f'{_SHARDING}: {values[_SHARDING]} with sharding: "", so that these ranks would train apart'
+        yield f'{_SHARDING}: {values[_SHARDING]} with sharding: "": these ranks would train independently'
     evaluates, saves = values["evaluation_strategy"], values["save_strategy"]
     if values["do_eval"] and evaluates == "no":
         yield "do_eval: true with evaluation_strategy: no, its default"
@@ -239,14 +232,14 @@ def _schedule_faults(values: Values) -> Iterator[str]:
         strategies = f"evaluation_strategy: {evaluates} and save_strategy: {saves}"
         yield f"load_best_model_at_end: true with {strategies}, which must be equal"
     elif saves == "steps" and values["save_steps"] % every:
-        steps = f"save_steps: {values['save_steps']}, which is no multiple of eval_steps: {every}"
+        steps = f"save_steps: {values['save_steps']}, which is not a multiple of eval_steps: {every}"
         yield f"load_best_model_at_end: true with {steps}"
 
 
 def _pipeline_faults(values: Values) -> Iterator[str]:
-    """Find faults of a pipeline that every rank would refuse after its imports, or after it has built the model.
+    """Yield faults of a pipeline that ranks would reject after their imports or after they have built the model.
 
-    Paddle schedules virtual stages on more than two pipeline stages alone, and needs as many forward passes per step as
+    Paddle's schedules of virtual stages need more than two pipeline stages, and as many forward passes per step as
     there are pipeline stages, or at least twice as many. PaddleFleet's schedules are not checked.
     """
     stage, stages, virtual, passes = values["stage"], values[_STAGES], values[_VIRTUAL], values[_PASSES]
@@ -270,7 +263,7 @@ def _pipeline_faults(values: Values) -> Iterator[str]:
 
 
 def _rank_faults(values: Values, ranks: int) -> Iterator[str]:
-    """Find degrees that do not divide the ranks, and that PaddleFormers would leave unused in every rank."""
+    """Yield parallel degrees that do not divide the ranks, or that PaddleFormers would ignore."""
     sharding = values[_SHARDING] if values["sharding"] else 1
     sizes = {key: max(values[key], 1) for key in (_TENSOR, _STAGES, "sep_parallel_size")}
     used = {key: size for key, size in {**sizes, _SHARDING: sharding}.items() if size > 1}
@@ -287,24 +280,24 @@ def _rank_faults(values: Values, ranks: int) -> Iterator[str]:
     if values["use_expert_parallel"] is not True:
         yield f"{what}: use_expert_parallel is not true"
     if ranks % (stages * experts):
-        yield f"{what}: {ranks} ranks in {count_text(stages, 'pipeline stage')} are no multiple of it"
+        yield f"{what}: {ranks} ranks in {count_text(stages, 'pipeline stage')} are not a multiple of it"
     elif data > 1:
-        yield f"{what}: data parallel degree {data}: experts need sharding in its place, such as sharding: stage1"
+        yield f"{what}: data parallel degree {data}: experts need sharding instead, such as sharding: stage1"
     elif shards > 1 and outer > 1 and shards % outer:
-        yield f"{what}: {_SHARDING} {shards} is no multiple of {outer}, the ranks that hold one expert"
+        yield f"{what}: {_SHARDING} {shards} is not a multiple of {outer}, the number of ranks with the same expert"
 
 
-def _fused_norm(values: Values) -> Iterator[str]:
-    """Find a fused norm on a CPU, for which Paddle has no kernel; it is PaddleFormers' default."""
+def _fused_norm_faults(values: Values) -> Iterator[str]:
+    """Yield a fault if a model has fused norms, PaddleFormers' default, for which Paddle has no CPU kernel."""
     config = _model_config(values)
     if is_known(config) and config.get("fuse_rms_norm", True):
         written = "fuse_rms_norm: true" if "fuse_rms_norm" in config else "no fuse_rms_norm, which means true"
-        kernel = "and Paddle has no kernel for a fused norm on a CPU; add false to it"
+        kernel = "and Paddle has no CPU kernel for a fused norm; set it to false"
         yield f"{values[_PATH]}/config.json: {written}, {kernel}"
 
 
 def _model_config(values: Values) -> dict[str, Any]:
-    """Return the configuration of a text model that is on this machine; else an empty one."""
+    """Return the configuration of a text model on this machine; empty for other models."""
     return _config_of(values) if values["stage"] in _TEXT_STAGES else {}
 
 
@@ -314,12 +307,12 @@ def _config_of(values: Values) -> dict[str, Any]:
 
 
 def checkpoint_to_resume(values: Values, nodes: int) -> AnyPath | None:
-    """Return the checkpoint that the run resumes, as far as this node can tell.
+    """Return the checkpoint that the run resumes, as far as this node sees.
 
     Raises:
         OptionError: the named directory does not exist.
         NotACheckpoint: it is not a checkpoint; or a resume is requested, and ``output_dir`` has no checkpoint.
-        Corrupt: a file is missing or has another size; not checked if ``flex_verify`` is off.
+        Corrupt: a file is missing or has the wrong size; not checked if ``flex_verify`` is off.
     """
     named = values[_RESUME]
     if isinstance(named, str) and named:
@@ -345,7 +338,7 @@ def _checked_checkpoint(found: AnyPath, values: Values, nodes: int) -> AnyPath |
     except NotACheckpoint as error:
         if exists(found):
             raise
-        # Like any other argument that names nothing: the exit code is that of invalid usage.
+        # A path that does not exist is invalid usage, and has its exit code.
         raise OptionError(error.what, where=error.where, evidence=error.evidence, next_step=error.next_step) from None
     if is_resumable(found):
         saved_run(found)
@@ -354,8 +347,8 @@ def _checked_checkpoint(found: AnyPath, values: Values, nodes: int) -> AnyPath |
     return found
 
 
-def _check_resumed_by_us(values: Values) -> None:
-    """Refuse a resume by PaddleFormers itself of a flex checkpoint, which it cannot read.
+def _check_no_native_resume(values: Values) -> None:
+    """Check that PaddleFormers itself does not resume a flex checkpoint, which it cannot read.
 
     Raises:
         OptionError: ``flex_checkpoint`` is not true, and PaddleFormers would resume a flex checkpoint.
@@ -372,24 +365,23 @@ def _check_resumed_by_us(values: Values) -> None:
             f"{found[0]} is a flex checkpoint, and without flex_checkpoint: true PaddleFormers would resume from it.",
             where="flex_checkpoint",
             evidence=[f"PaddleFormers resumes from {_RESUME}, or from the newest checkpoint in output_dir"],
-            next_step="Set flex_checkpoint: true; or to start a new run, set another output_dir and nothing to resume, "
-            "or set overwrite_output_dir: true.",
+            next_step="Set flex_checkpoint: true. To start a new run instead, set another output_dir without "
+            f"{_RESUME}, or set overwrite_output_dir: true.",
         )
 
 
 def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) -> None:
-    """Refuse a model on this machine that every rank would refuse.
+    """Check a model on this machine for faults that every rank would reject.
 
-    A degree of tensor parallelism is refused if it does not divide a size that the class of the family checks. The
-    error then lists all such sizes, as ``plan`` does. Virtual pipeline stages that do not divide the layers are
-    refused; other checks are left to PaddleFormers.
+    The tensor-parallel degree must divide the sizes that the class of the family checks; the error lists all such
+    sizes, as ``plan`` does. Virtual pipeline stages must divide the layers. Other checks are left to PaddleFormers.
 
     Raises:
         EnvironmentMismatch: the class of the model needs PaddleFleet, which is not installed.
         CheckpointError: the directory has no weights to start from.
         FormatError: the configuration is not a JSON object.
-        MappingError: it lacks model_type or a size, or contradicts itself.
-        OptionError: the degree does not divide the model; with the numbers.
+        MappingError: the configuration lacks model_type or a size, or contradicts itself.
+        OptionError: a degree does not divide the model.
     """
     config = _config_of(values) if values["stage"] in _TRAINER_STAGES else {}
     if config.get("model_type") in stock.without_fleet:
@@ -400,15 +392,15 @@ def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) ->
             next_step="Install the packages paddlefleet and paddlefleet_ops that fit the installed Paddle.",
         )
     if not config or not values.get("flex_checkpoint"):
-        return  # A name of a hub, or a model that PaddleFormers reads.
+        return  # A model on a hub, or one that PaddleFormers reads.
     directory = Path(expand_user(values[_PATH]))
     is_filled = values["continue_training"] and not values["autotuner_benchmark"]
     if is_filled and not any(path.suffix == ".safetensors" for path in list_directory(directory)):
-        open_weights(directory, "off", adapters=False)  # Its error names what is there instead.
+        open_weights(directory, "off", adapters=False)  # Raises an error that describes the directory.
     if values["stage"] not in _TEXT_STAGES or ("model_type" in config and not is_known(config)):
-        return  # The class of another model may have statements of its own.
+        return  # The class of another model may have its own statements.
     family = family_for(config)
-    # Keys of the model in the settings may decide the sizes that the tensor-parallel degree divides.
+    # Settings may override the sizes that the tensor-parallel degree divides.
     experts = values[_EXPERTS] > 1 or values["use_expert_parallel"]
     sizes_are_known = not experts and given.keys().isdisjoint(DIVIDED.values())
     by_default = stock.keys[_SEGMENTS].default == values[_SEGMENTS]
@@ -416,7 +408,7 @@ def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) ->
     stages, virtual = (values[_STAGES], values[_VIRTUAL]) if is_checked else (1, 1)
     try:
         grid = ParallelGrid(tp=max(values[_TENSOR], 1) if sizes_are_known else 1, pp=stages, vpp=virtual)
-        # Where PaddleFleet has a class of the family as well, PaddleFormers' commands build that one.
+        # If PaddleFleet also has a class of the family, PaddleFormers' commands build PaddleFleet's.
         declared_model(family, ModelDescription({**config, **given}, is_fleet=True), grid)
     except OptionError as error:
         checked = (*(f"{DIVIDED[size]}=" for size in family.divided), "num_hidden_layers=")
@@ -425,13 +417,13 @@ def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) ->
 
 
 def _check_same_model(given: Mapping[str, Any], values: Values, checkpoint: AnyPath) -> None:
-    """Refuse a local model if the checkpoint to resume is of another one.
+    """Check that the checkpoint to resume contains the model of the settings, if that is on this machine.
 
-    Only keys in both configurations are compared. Two kinds of keys are left out: PaddleFormers replaces the values of
-    some by its own defaults, and a save corrects those that the family names.
+    Only keys in both configurations are compared, without keys for which PaddleFormers substitutes its own defaults and
+    keys that a save corrects.
 
     Raises:
-        MismatchError: keys differ with which tensors do not fit, or have another meaning.
+        MismatchError: keys differ that change the shapes, names or meaning of tensors.
     """
     config = _config_of(values)
     if not config:

@@ -1,22 +1,13 @@
-"""``train``: run the stock PaddleFormers training of a YAML with flex checkpoints on the devices of this machine.
+"""``train``: run the stock PaddleFormers training of a YAML, with flex checkpoints.
 
-PaddleFormers' own command line runs unchanged. This command adds two overrides to the YAML. The registration file
-becomes ``custom_register_path``; if the YAML names one of its own, both run, the YAML's first. ``device=cpu`` is added
-if there is no accelerator and the YAML names no device. Faults that are detectable earlier are refused before a process
-starts (:mod:`.start_checks`). On a machine
+The command checks the settings (:mod:`.start_checks`), then runs PaddleFormers' own command line with two overrides:
+``custom_register_path`` is the registration file of this package, which runs after the YAML's own if there is one, and
+``device`` is ``cpu`` if there is no accelerator. Without an accelerator, the ranks are local processes over gloo. With
+one, or on several nodes, the only child process is ``paddleformers-cli``, which starts ``paddle.distributed.launch``.
 
-* without an accelerator, the ranks are local processes over gloo;
-* with one, or in a job of several nodes, ``paddleformers-cli`` is the only process that this command starts. It starts
-  ``paddle.distributed.launch`` on the visible devices, and reads ``NNODES``, ``RANK``, ``MASTER_ADDR`` and
-  ``MASTER_PORT`` (:mod:`.nodes`).
-
-:mod:`paddleformers_fc.cpu_runtime.launch` starts and supervises them in both cases. Each process writes a log, and that
-of the first is shown while it runs, filtered (:class:`LogView`). Every start has its own log directory: ``log``,
-``log-2``, ... Ranks record their progress and errors beside their logs (:mod:`paddleformers_fc.trainer.rank_records`).
-This command reads figures and errors in these records alone.
-
-The signal of ``flex_save_on_signal`` is forwarded to the ranks, which save and end. Otherwise a training that is
-stopped (Ctrl-C, SIGTERM) ends its ranks. In these cases the command prints the step at which the next start resumes.
+Every start has its own log directory, ``log``, ``log-2``, ..., with a log per process and a file per rank with its
+progress and error (:mod:`paddleformers_fc.trainer.rank_records`). Figures come from these files, not from logs. The
+signal of ``flex_save_on_signal`` is forwarded to the ranks, which save and end; other signals end them.
 """
 
 from __future__ import annotations
@@ -72,16 +63,16 @@ _HIDDEN = re.compile(
     )
 )
 _DETAIL = re.compile(r"[ \t|+},\n](?!.*\r)")
-"""The beginning of a further line of a message; progress bars, which end in a carriage return, are none."""
+"""The beginning of a continuation line of a message, but not of a progress bar, which ends in a carriage return."""
 
 
 class LogView:
-    """A stream that forwards the lines of a training's log that a person reads.
+    """A stream that filters a training log for a terminal.
 
-    PaddleFormers writes a thousand lines before the first step. The log file alone has messages of level DEBUG, further
-    lines of messages of level INFO (tables, configurations), messages of level INFO of Paddle's C++ code, warnings of
-    installed Python packages, and tracebacks but for the line of the exception. Errors of this package are omitted,
-    because the command prints them at the end. Colours are used on terminals only. Memory is one line.
+    PaddleFormers writes a thousand lines before the first step. These are omitted: DEBUG messages, continuation lines
+    of INFO messages (tables, configurations), INFO messages of Paddle's C++ code, warnings of installed packages, and
+    tracebacks except for the line of the exception. Errors of this package are omitted too, because the command prints
+    them at the end. Colours are kept on terminals only. Memory: one line.
 
     Args:
         stream: the target.
@@ -94,7 +85,7 @@ class LogView:
         self._hides_details = False
 
     def write(self, text: str) -> int:
-        """Take text of any length; whole lines are forwarded."""
+        """Forward the complete lines of a text, and buffer the rest."""
         *lines, self._rest = re.split(r"(?<=[\n\r])", self._rest + text)
         for line in lines:
             plain = COLOUR.sub("", line)
@@ -107,7 +98,7 @@ class LogView:
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: whole lines are flushed."""
+        """Do nothing: complete lines are flushed at once."""
 
     def _is_shown(self, plain: str) -> bool:
         if _DETAIL.match(plain):
@@ -120,23 +111,22 @@ class LogView:
 REGISTER_KEY = "custom_register_path"
 CPU = "cpu"
 _TAIL_LINES = 25
-_OUTSIDE = {"SIGKILL": ": killed by a user, or by the system because memory ran out"}
+_CAUSES = {"SIGKILL": ": killed by a user, or by the system because memory ran out"}
 
 
 class TrainingJob(msgspec.Struct, frozen=True):
-    """A training that is about to be started; the output of ``--dry-run``.
+    """A training job to start; the output of ``--dry-run``.
 
     Attributes:
-        command: of every rank, or of the launcher.
+        command: the command of every rank, or of the launcher.
         environment: variables in addition to the caller's.
-        ranks: number of local processes, with ports and places that are chosen when they start; None if
-            ``paddle.distributed.launch`` decides.
-        log_dir: directory of the logs and records of all ranks.
+        ranks: number of local processes; None if ``paddle.distributed.launch`` decides.
+        log_dir: directory of the logs and status files of all ranks.
         flex: whether the run saves flex checkpoints.
         output_dir: directory of the checkpoints; None on several nodes, where this node's disk does not determine the
             checkpoint that the job resumes.
-        resume_overrides: overrides with which the same command resumes the newest checkpoint; mostly none.
-        idle: keys of this package that are set and have no effect, because the run does not use it.
+        resume_overrides: overrides with which the same command resumes the newest checkpoint; usually none.
+        idle: keys of this package that are set but have no effect, because ``flex_checkpoint`` is not true.
         save_signal: name of the signal on which the ranks save and end; None without one.
     """
 
@@ -152,7 +142,7 @@ class TrainingJob(msgspec.Struct, frozen=True):
 
 
 class Signalled(msgspec.Struct, frozen=True):
-    """A rank that a signal ended, such as ``SIGKILL``; ranks stopped after a failure of another one do not count."""
+    """A rank that was ended by a signal such as ``SIGKILL``, and not because another rank had failed."""
 
     rank: int
     signal: str
@@ -162,18 +152,19 @@ class Ended(msgspec.Struct, frozen=True):
     """The end of a training.
 
     Attributes:
-        returncode: 0 if every rank succeeded, 85 if they saved and ended on a signal, else that of the first rank that
-            failed.
+        returncode: 0 if every rank succeeded, 85 if they saved and ended on a signal, else the code of the first rank
+            that failed.
         command: as in :class:`TrainingJob`.
-        logs: of every rank, or of the launcher.
+        logs: the log of every rank, or of the launcher.
         seconds: wall time.
-        report: the end of the log of the first rank that failed, unless an error of this package ended it; else None.
-        resumed: the step that was resumed; None in a run from the beginning.
-        step: the last step that was logged or saved; None before the first.
+        report: the end of the log of the first rank that failed; None if no rank failed, or with an error of this
+            package.
+        resumed: the step from which the run resumed; None in a new run.
+        step: the last logged or saved step; None before the first.
         loss: the last logged loss; None before the first.
         checkpoint: the last saved checkpoint; None before the first.
         stopped_by: the signal that stopped the training; else None.
-        signalled: the ranks that signals ended, in order, if that caused the failure.
+        signalled: the ranks that were ended by signals, in order, if that caused the failure.
         goes_on: how to resume after a signal, as a sentence; else None.
     """
 
@@ -198,9 +189,9 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str], claim_log
         config: a YAML or JSON file of PaddleFormers.
         nproc: number of ranks; None for one, or on accelerators for one per visible device.
         overrides: ``key=value``, as on PaddleFormers' command line.
-        claim_logs: whether to create the log directory, which no other start then uses.
+        claim_logs: whether to create the log directory, so that no other start uses it.
     Raises:
-        FlexError: as :func:`.start_checks.check` and :func:`.nodes.this_node`; Paddle has no such device.
+        FlexError: as :func:`.start_checks.check` and :func:`.nodes.this_node`; or Paddle has no such device.
         StorageError: the output directory cannot be created or is not writable.
     """
     start_checks.require_paddleformers("Training")
@@ -216,7 +207,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str], claim_log
     log_dir = str(_log_dir(output_dir, node, claim_logs))
     environment = {RECORDS: log_dir} if own is None else {RECORDS: log_dir, register.ALSO_RUN: str(own)}
     if not is_local:
-        # PaddleFormers starts its ranks as plain `python`, which must be this one.
+        # PaddleFormers starts its ranks as plain `python`: let that be this interpreter.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         environment |= {**node.environment, "PADDLEFORMERS_DIST_LOG": log_dir, "PATH": path}
         environment |= nodes.on_cpu(nproc or 1) if is_cpu else {}
@@ -244,22 +235,22 @@ def local_device() -> str:
 
 
 def _is_cpu(named: Any, nproc: int | None) -> bool:
-    """Return whether the ranks run on the CPU: because the settings say so, or because Paddle finds nothing else."""
+    """Return whether the ranks run on the CPU: if the settings say so, or if Paddle finds no accelerator."""
     if named == CPU:
         return True
     found = local_device().partition(":")[0]
     if named and found == CPU:
-        what, next_step = "this machine has no accelerator for Paddle", "Add device=cpu to run on local processes."
+        what, next_step = "Paddle finds no accelerator on this machine", "Add device=cpu to run on local processes."
     elif found != CPU and nproc is not None:
         what = "--nproc is for machines without an accelerator"
-        next_step = "Leave --nproc out; choose the devices with CUDA_VISIBLE_DEVICES or its like."
+        next_step = "Omit --nproc; select devices with CUDA_VISIBLE_DEVICES or your device's equivalent."
     else:
         return found == CPU
     raise OptionError(f"This run uses device={named or found}, and {what}.", where="device", next_step=next_step)
 
 
 def _resume_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return overrides for a resume: PaddleFormers resumes from ``output_dir`` by default."""
+    """Return overrides for a resume; usually none, because PaddleFormers resumes from ``output_dir`` by default."""
     named = settings.get("resume_from_checkpoint")
     kept = ["overwrite_output_dir=false"] if settings.get("overwrite_output_dir") else []
     is_default = named is True or (named is None and settings.get("do_train"))
@@ -267,11 +258,13 @@ def _resume_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _log_dir(output_dir: Path, node: nodes.ThisNode, claim: bool) -> Path:
-    """Return the first of ``log``, ``log-2``, ``log-3``, ... that does not exist; one per node on several nodes.
+    """Return the first of ``log``, ``log-2``, ``log-3``, ... that does not exist; on several nodes one per node.
+
+    On several nodes, if the output directory is not writable, return a temporary directory: all ranks then raise the
+    error together.
 
     Raises:
-        StorageError: the output directory cannot be created or is not writable. On several nodes all ranks raise it
-            together, and this node's logs go to a temporary directory.
+        StorageError: the output directory cannot be created or is not writable.
     """
     try:
         files.check_writable(output_dir)
@@ -284,11 +277,11 @@ def _log_dir(output_dir: Path, node: nodes.ThisNode, claim: bool) -> Path:
     if not claim:
         return next(path for path in names if not path.exists())
     files.make_directories(output_dir)
-    return next(path for path in names if _is_claimed(path))
+    return next(path for path in names if _claim(path))
 
 
-def _is_claimed(path: Path) -> bool:
-    """Create a log directory; return False if it is that of another start."""
+def _claim(path: Path) -> bool:
+    """Create a log directory; return False if it exists already."""
     try:
         files.make_directory(path)
     except StorageError as error:
@@ -305,17 +298,17 @@ def run(job: TrainingJob, echo: IO[str]) -> tuple[Ended, FlexError | None]:
         job: from :func:`prepare`.
         echo: the target of the filtered log of rank 0.
     Returns:
-        the end, and the error of this package that caused it, or None.
+        the result, and the error of this package that caused a failure, or None.
     """
-    view, stop = LogView(echo), _Stop(job)
-    shown = cast(IO[str], view)  # A launcher needs write and flush only.
-    arguments = (job.command[1:], job.ranks or 1, Path(job.log_dir), math.inf, job.environment, shown)
-    with stop.signals_noted():
-        result = launch(*arguments, is_over=stop.is_due, places=[{}] if job.ranks is None else None)
-    view.write("\n")  # The last line may have no end.
-    code, stopped_by = result.returncode, stop.received[-1] if stop.received else None
+    view, signals = LogView(echo), _Signals(job)
+    stream = cast(IO[str], view)  # The launcher only calls write and flush.
+    arguments = (job.command[1:], job.ranks or 1, Path(job.log_dir), math.inf, job.environment, stream)
+    with signals.recorded():
+        result = launch(*arguments, is_over=signals.is_due, places=[{}] if job.ranks is None else None)
+    view.write("\n")  # The last line may lack a line break.
+    code, stopped_by = result.returncode, signals.received[-1] if signals.received else None
     if stopped_by and job.ranks is None:
-        _send(job, signal.SIGKILL)  # The launcher is gone, and its ranks are processes of other groups.
+        _send(job, signal.SIGKILL)  # The launcher has ended, but its ranks are in other process groups.
     if stopped_by and code != SAVED_ON_SIGNAL:
         code = 128 + signal.Signals[stopped_by]
     is_stopped = stopped_by is not None or code == SAVED_ON_SIGNAL
@@ -340,11 +333,11 @@ def run(job: TrainingJob, echo: IO[str]) -> tuple[Ended, FlexError | None]:
     return ended, error
 
 
-class _Stop:
-    """The signals that stop a training: forwarded to ranks that save on them; otherwise the training is over.
+class _Signals:
+    """Signals that stop a training: they are forwarded to ranks that save on them; otherwise the training ends.
 
-    A handler only notes its signal. It may interrupt ``Popen.poll`` while that holds its lock, and an exception would
-    leave the lock held: no process would be waited for any more. The supervisor asks :meth:`is_due` between its polls.
+    The handler only records a signal, and the supervisor calls :meth:`is_due` between polls. An exception in the
+    handler could interrupt ``Popen.poll`` while it holds its lock, and no process could be waited for afterwards.
 
     Attributes:
         received: the names of the signals, in order.
@@ -357,23 +350,23 @@ class _Stop:
         self._deadline = math.inf
 
     @contextmanager
-    def signals_noted(self) -> Iterator[None]:
-        """Context manager around the training."""
+    def recorded(self) -> Iterator[None]:
+        """Context manager around the training that records signals."""
         numbers = {signal.Signals[name] for name in ("SIGTERM", self._job.save_signal) if name is not None}
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Jobs in a shell's background ignore it.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Shells let background jobs ignore SIGINT.
             numbers.add(signal.SIGINT)
-        former = {number: signal.signal(number, self._note) for number in numbers}
+        former = {number: signal.signal(number, self._record) for number in numbers}
         try:
             yield
         finally:
             for number, handler in former.items():
                 signal.signal(number, handler)
 
-    def _note(self, number: int, _: object) -> None:
+    def _record(self, number: int, _: object) -> None:
         self.received.append(signal.Signals(number).name)
 
     def is_due(self) -> bool:
-        """Forward new signals. Return whether the ranks have to end, or have had their time after a forwarded one."""
+        """Forward new signals. Return whether to end the ranks: now, or after their time to save is over."""
         for name in self.received[self._handled :]:
             self._handled += 1
             is_forwarded = name == self._job.save_signal and _send(self._job, signal.Signals[name])
@@ -382,7 +375,7 @@ class _Stop:
 
 
 def _send(job: TrainingJob, number: signal.Signals) -> bool:
-    """Send a signal to the ranks of this node that handle it, SIGKILL to all; return whether there are any."""
+    """Send a signal to the ranks of this node that handle it, or SIGKILL to all; return whether there are any."""
     records = [one for one in read_records(Path(job.log_dir)) if one.listens or number == signal.SIGKILL]
     pids = [one.process for one in records if one.process is not None and _is_rank(one.process, job)]
     for pid in pids:
@@ -392,16 +385,16 @@ def _send(job: TrainingJob, number: signal.Signals) -> bool:
 
 
 def _is_rank(pid: int, job: TrainingJob) -> bool:
-    """Return whether a job has started a process: after the end of a rank another process may get its id."""
+    """Return whether a process is a rank of this job, and not another process that reuses the id."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return not Path("/proc/self/environ").exists()  # A system on which this cannot be read.
+        return not Path("/proc/self/environ").exists()  # This system has no /proc.
     return f"{RECORDS}={job.log_dir}".encode() in variables
 
 
 def _signalled(result: LaunchResult) -> tuple[Signalled, ...]:
-    """Return the ranks that signals ended, if that caused the failure; ranks also abort after errors of others."""
+    """Return the ranks that were ended by signals, if the first failure was one of them."""
     failed = [(rank, code) for rank in result.alone if (code := result.returncodes[rank])]
     if not failed or failed[0][1] > 0:
         return ()
@@ -410,7 +403,7 @@ def _signalled(result: LaunchResult) -> tuple[Signalled, ...]:
 
 
 def _resume_advice(job: TrainingJob) -> str | None:
-    """Describe where the command resumes; None for checkpoints of other formats or without access."""
+    """Return how to resume, as a sentence; None if checkpoints have another format or cannot be read."""
     if not job.flex or job.output_dir is None:
         return None
     try:
@@ -420,13 +413,13 @@ def _resume_advice(job: TrainingJob) -> str | None:
     except FlexError:
         return None
     if step is None:
-        return "run the same command again; it starts from the beginning, because no checkpoint was finished"
+        return "run the same command again; it starts a new run, because there is no finished checkpoint"
     added = f" with {' '.join(job.resume_overrides)}" if job.resume_overrides else ""
     return f"run the same command again{added}; it resumes at step {step}"
 
 
 def _report(result: LaunchResult) -> str | None:
-    """Return the end of the log of the first process that failed, if any."""
+    """Return the last lines of the log of the first process that failed, if any."""
     for log, code in zip(result.logs, result.returncodes, strict=True):
         if code:
             lines = COLOUR.sub("", tail(log)).splitlines()
@@ -444,7 +437,7 @@ def show_job(job: TrainingJob, console: Console) -> None:
 
 
 def show(ended: Ended, console: Console) -> None:
-    """Print the end, the logs, the last checkpoint and the next steps."""
+    """Print the result, the logs, the last checkpoint and the next steps."""
     from rich.text import Text
 
     console.print(Text.assemble(*_verdict(ended), f"; {ended.seconds:.1f} s"))
@@ -453,7 +446,7 @@ def show(ended: Ended, console: Console) -> None:
 
 
 def _verdict(ended: Ended) -> tuple[tuple[str, str], str]:
-    """Return the end as a word with its style, and what follows it."""
+    """Return the result as a styled word, and the text after it."""
     if ended.returncode == 0:
         return ("trained", "bold green"), _steps_text(ended)
     if ended.returncode == SAVED_ON_SIGNAL:
@@ -466,19 +459,19 @@ def _verdict(ended: Ended) -> tuple[tuple[str, str], str]:
 def _advice(ended: Ended) -> Iterator[str]:
     yield from (f"log: {log}" for log in ended.logs)
     for one in ended.signalled:
-        yield f"rank {one.rank} was ended by {one.signal}{_OUTSIDE.get(one.signal, '')}"
+        yield f"rank {one.rank} was ended by {one.signal}{_CAUSES.get(one.signal, '')}"
     if ended.checkpoint:
         yield f"checkpoint: {ended.checkpoint}"
         yield f"next: paddleformers-fc verify {shlex.quote(ended.checkpoint)}"
     if ended.goes_on:
         yield f"next: {ended.goes_on}"
     if ended.returncode == 0 and ended.resumed is not None and ended.step in (None, ended.resumed):
-        yield "next: raise max_steps to continue; another output_dir or overwrite_output_dir=true: a new run"
+        yield "next: raise max_steps to continue; for a new run, set another output_dir or overwrite_output_dir=true"
 
 
 def _steps_text(ended: Ended) -> str:
     if ended.step is None and ended.resumed is None:
-        return ""  # Without a record, as in an environment that this package does not support.
+        return ""  # No record, as in an environment that this package does not support.
     resumed = "" if ended.resumed is None else f", resumed at {ended.resumed}"
     steps = 0 if ended.step is None else ended.step - (ended.resumed or 0)
     if not steps:

@@ -124,7 +124,7 @@ REFUSED = [
     ("load_best_model_at_end=true", "- load_best_model_at_end: true with evaluation_strategy: no and save"),
     (
         "load_best_model_at_end=true;evaluation_strategy=steps;eval_steps=2;save_steps=3",
-        "- load_best_model_at_end: true with save_steps: 3, which is no multiple of eval_steps: 2",
+        "- load_best_model_at_end: true with save_steps: 3, which is not a multiple of eval_steps: 2",
     ),
     ("max_steps=-1;num_train_epochs=0", "- max_steps: -1 and num_train_epochs: 0"),
     (
@@ -369,7 +369,7 @@ DPO = {"stage": "DPO", "sequence_parallel": True}
         (4, layout(4, 2, 2, best_unbalanced_scheduler=True), f"{PASSES}2"),
         (4, layout(4, 2, 8, pp_seg_method="uniform"), "needs pp_seg_method: layer:DecoderLayer|EmptyLayer instead of"),
         (4, layout(4, 2, 8), "10 layers, empty ones included, are not divisible by pp x vpp = 4 x 2 = 8"),
-        (3, EXPERTS, "expert_model_parallel_size: 2 on 3 ranks: 3 ranks in 1 pipeline stage are no multiple of it"),
+        (3, EXPERTS, "expert_model_parallel_size: 2 on 3 ranks: 3 ranks in 1 pipeline stage are not a multiple of it"),
         (2, {**EXPERTS, "use_expert_parallel": False}, "2 on 2 ranks: use_expert_parallel is not true"),
         (2, {**EXPERTS, "sharding": ""}, "2 on 2 ranks: data parallel degree 2: experts need sharding in its place"),
     ],
