@@ -1,26 +1,14 @@
 """Read pickles of stock checkpoints as data, without imports, calls or large allocations, and write such pickles.
 
-A pickle is a program for a small stack machine, and Python's machine runs everything that it names. The machine here
-takes the instructions and the form of their arguments from :mod:`pickletools`, and carries out those that data needs.
-A global name is looked up in a short table, and an unknown one ends the reading. A call of a known name creates a
-description in place of an object. Arrays are not built either. The description of an array is its element type, its
-shape, and *the position of its bytes in the file*, from which ranges are read later, as in every other format.
+A pickle is a program for a stack machine. This machine takes the instructions from :mod:`pickletools`, executes only
+those that data needs, and looks up global names in a short table: plain containers and numbers, numpy arrays and
+numbers, ``OrderedDict``, and the metadata classes of Paddle's FlexCheckpoint (:class:`Record`). Everything else is
+rejected, including arrays that are big-endian, column-major or stored as text. Arrays are not built: an array is
+described by dtype, shape and *the position of its bytes in the file*, from which ranges are read later.
 
-Known names: plain containers and numbers, arrays and numbers of numpy, ``OrderedDict``, and the metadata classes of
-Paddle's FlexCheckpoint (:class:`Record`). Everything else is refused by name: other names, persistent ids, extensions,
-protocol 5 and buffers outside the file, big-endian and column-major arrays. Protocols 2 and below write an array's
-bytes as text, in which they cannot be located; such a file is refused as well.
-
-Time and memory are linear in the file: at most :data:`MAX_PROGRAM_BYTES` of instructions are executed, the bytes of
-arrays are skipped, and memory is at most a hundred times the instructions, which are about 60 bytes per array. Keys
-are texts, records and small integers (:data:`MAX_INTEGER_KEY`), so that a file cannot choose keys of one hash, which
-take quadratic time. No function here recurses. Those of readers may, and may visit a shared part each time that they
-meet it: values are at most :data:`MAX_DEPTH` deep, and have at most :data:`MAX_PARTS_PER_BYTE` parts per byte of
-instructions, where a shared part counts each time.
-
-Pickles for other programs are written with a fixed set of instructions. A file of arrays is one run of bytes and a dict
-of arrays that refer to it, so that the bytes of arrays are written in any order by offset. Names of classes are those
-that the reader of the file has.
+Time and memory are linear in the file: at most :data:`MAX_PROGRAM_BYTES` of instructions are executed, and memory is at
+most a hundred times the instructions, about 60 bytes per array. Keys are bounded, so that a file cannot choose keys
+with one hash, which take quadratic time. Depth and number of parts are bounded for readers that recurse.
 """
 
 from __future__ import annotations
@@ -43,31 +31,31 @@ MAX_PROGRAM_BYTES = 512 * 1024 * 1024
 """Maximum bytes of instructions of a pickle: the metadata of a checkpoint of 154 GB has 227 MiB."""
 
 MAX_TEXT_BYTES = 64 * 1024
-"""The longest text, in bytes."""
+"""Maximum length of a text, in bytes."""
 
 MAX_AXES = 32
-"""The most axes of an array."""
+"""Maximum number of axes of an array."""
 
 MAX_INTEGER_KEY = 65_535
-"""The largest integer that is a key: these all have different hashes, which multiples of ``2**61 - 1`` do not."""
+"""Maximum integer key. Integers up to this one have different hashes, unlike multiples of ``2**61 - 1``."""
 
 MAX_DEPTH = 100
-"""The most containers in each other."""
+"""Maximum nesting depth of containers."""
 
 MAX_PARTS_PER_BYTE = 8
-"""The most parts of a value per byte of instructions."""
+"""Maximum number of parts of a value per byte of instructions; a shared part counts each time it occurs."""
 
 _LONGEST_NAME = 256
 _QUOTED = 100
-"""Maximum number of characters of a text that an error quotes."""
+"""Maximum number of characters of a text to quote in an error."""
 
 
 class PickledBytes(msgspec.Struct, frozen=True):
-    """A run of bytes in the file, which are not read.
+    """The position of bytes in the file, which are not read.
 
     Args:
-        offset: of the first byte, from the start of the file.
-        length: how many.
+        offset: offset of the first byte, from the start of the file.
+        length: number of bytes.
     """
 
     offset: int
@@ -78,10 +66,10 @@ class PickledArray(msgspec.Struct):
     """An array that is contiguous in the file, row-major and little-endian.
 
     Args:
-        code: numpy's code of the element type without its byte order: ``"f4"``, ``"u2"``, ...
+        code: numpy's dtype code without the byte order: ``"f4"``, ``"u2"``, ...
         shape: extents, outermost first.
         begin: byte offset of the first element, from the start of the file.
-        length: how many bytes.
+        length: number of bytes.
     """
 
     code: str = ""
@@ -91,10 +79,10 @@ class PickledArray(msgspec.Struct):
 
 
 class Record(msgspec.Struct, eq=False):
-    """An instance of a class of Paddle: its name and its content. It has no behaviour.
+    """An instance of a class of Paddle, as data.
 
     Args:
-        name: of the class.
+        name: name of the class.
         fields: attribute -> value.
     """
 
@@ -103,7 +91,7 @@ class Record(msgspec.Struct, eq=False):
 
 
 class _Global(msgspec.Struct, frozen=True):
-    """A global name: of a class whose instances are records, or one that :meth:`_Machine.call` knows."""
+    """A global name: a class whose instances are records, or a name that :meth:`_Machine.call` knows."""
 
     name: str
     is_class: bool
@@ -130,17 +118,17 @@ def read_pickle(path: Path, *, any_class: bool = False) -> Any:
 
     Args:
         path: the file; a link is followed.
-        any_class: accept objects of any class: each is a :class:`Record` with the attributes that it holds. No import
-            or call is made for them either: their names are text. The key ``""`` has the argument of an enumeration
-            (its value, or its name last), or the content of a class without attributes.
+        any_class: accept objects of any class, as a :class:`Record` of their attributes. Nothing is imported or called
+            for them. The key ``""`` contains the argument of an enumeration (its value, or its name last), or the
+            content of a class without attributes.
 
     Returns:
-        None, bool, int, float, str, list, tuple, dict, :class:`PickledBytes`, :class:`PickledArray` and
-        :class:`Record`, and such in each other.
+        None, bool, int, float, str, list, tuple, dict, :class:`PickledBytes`, :class:`PickledArray` or
+        :class:`Record`, nested in each other.
 
     Raises:
         Corrupt: there is no such file.
-        FormatError: it is no pickle, it names something that is not data, or a bound is exceeded.
+        FormatError: it is not a pickle, names something that is not data, or exceeds a bound.
         StorageError: the operating system refused.
     """
     with open_local(path) as file:
@@ -153,27 +141,27 @@ def read_pickle(path: Path, *, any_class: bool = False) -> Any:
             raise FormatError(
                 f"{path} cannot be read: {fault}.",
                 where=f"{path}, byte {machine.at}",
-                next_step="Nothing of it was run. Save it again in a format without pickles, where you trust it.",
+                next_step="Nothing in it was executed. If you trust it, save it again in a format without pickles.",
             ) from fault
 
 
 def quoted(value: Any) -> str:
-    """Describe a value of a pickle for an error: the beginning of a text, the type of anything else.
+    """Describe a value of a pickle for an error: the beginning of a text, or the type of anything else.
 
-    A list that holds another one twice, which does the same, is written out in no memory that there is.
+    Nested shared lists would expand to more text than fits into memory.
     """
     return value[:_QUOTED] if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 class _Machine:
-    """Carries out the instructions of one pickle on descriptions. :mod:`pickletools` reads their arguments from it.
+    """Executes the instructions of one pickle on descriptions. :mod:`pickletools` reads their arguments from it.
 
-    A method of an instruction has its argument, or its operands on the stack, as parameters; what it returns is put on
-    the stack. A fault of the pickle is a ValueError.
+    The parameters of an instruction's method are its argument, or its operands on the stack; the result is pushed onto
+    the stack. An invalid pickle raises a ValueError.
 
     Args:
         file: the pickle.
-        any_class: whether unknown names are those of classes, whose instances are records.
+        any_class: whether unknown names are accepted as classes whose instances are records.
     """
 
     def __init__(self, file: OpenFile, any_class: bool) -> None:
@@ -188,13 +176,13 @@ class _Machine:
         self._unbuilt_arrays = 0
 
     def run(self) -> Any:
-        """Execute the pickle to its end, which must be that of the file, and return its value."""
+        """Execute the pickle, which must end at the end of the file, and return its value."""
         if (start := self.read(2)) not in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):
-            raise ValueError(f"it begins with {start!r}, and is no pickle of protocol 2, 3 or 4")
+            raise ValueError(f"it begins with {start!r}, and is not a pickle of protocol 2, 3 or 4")
         while (code := self.read(1)) != b".":
             begin = self.at - 1
             if code not in _INSTRUCTIONS:
-                raise ValueError(f"it holds the instruction {code!r}, which data does not need")
+                raise ValueError(f"it contains the instruction {code!r}, which data does not need")
             read_argument, count, has_mark, has_result, work = _INSTRUCTIONS[code]
             result = work(self, read_argument(self)) if read_argument else work(self, *self._popped(count, has_mark))
             if has_result:
@@ -210,10 +198,10 @@ class _Machine:
         return self._stack[0]
 
     def _popped(self, count: int, has_mark: bool) -> list[Any]:
-        """Take operands off the stack: the last ones, and before that everything above the last mark."""
+        """Pop operands off the stack: the last ``count``, preceded by everything above the last mark."""
         begin = (self._marks.pop() if has_mark else len(self._stack)) - count
         if not self._marks or begin < self._marks[-1]:
-            raise ValueError("it takes more from the stack than there is")
+            raise ValueError("it pops more operands than the stack has")
         operands = self._stack[begin:]
         del self._stack[begin:]
         return operands
@@ -221,12 +209,12 @@ class _Machine:
     # ---- The file.
 
     def read(self, count: int) -> bytes:
-        """Read the next bytes, at most a text of them."""
+        """Read the next bytes, at most as many as a text may have."""
         if count > MAX_TEXT_BYTES:
             raise ValueError(f"it has a text of {count} bytes")
         data = self._reader.read(count)
         if len(data) < count:
-            raise ValueError(f"it is truncated: {self.at + count} bytes are due and {self._file.size} are there")
+            raise ValueError(f"it is truncated: {self._file.size} of {self.at + count} bytes")
         self.at += count
         return data
 
@@ -239,7 +227,7 @@ class _Machine:
         return str(line[:-1], "utf-8")
 
     def frame(self, length: int) -> None:
-        """Enter a frame: instructions that the writer wrote in one piece."""
+        """Enter a frame, a group of instructions that was written at once."""
         if self.at < self._frame_end:
             raise ValueError("it has a frame inside a frame")
         self._frame_end = self.at + length
@@ -247,7 +235,7 @@ class _Machine:
     def data(self, length: int) -> PickledBytes:
         """Skip bytes and return their position."""
         if self.at + length > self._file.size:
-            raise ValueError(f"it is truncated: {self.at + length} bytes are due and {self._file.size} are there")
+            raise ValueError(f"it is truncated: {self._file.size} of {self.at + length} bytes")
         self.at = self._reader.seek(self.at + length)
         self._skipped += length
         return PickledBytes(self.at - length, length)
@@ -263,14 +251,14 @@ class _Machine:
     def append(self, known: Any, *items: Any) -> list[Any]:
         """Add values to a list."""
         if type(known) is not list:
-            raise ValueError("it fills something that is no list")
+            raise ValueError("it appends to something that is not a list")
         known.extend(items)
         return known
 
     def set_items(self, known: Any, *items: Any) -> dict[Any, Any]:
         """Add keys and values to a dict."""
         if type(known) is not dict or len(items) % 2:
-            raise ValueError("it has a key without a value, or fills something that is no dict")
+            raise ValueError("it has a key without a value, or sets items of something that is not a dict")
         for key in items[::2]:
             if type(key) not in _KEYS and not (type(key) is int and 0 <= key <= MAX_INTEGER_KEY):
                 kind = type(key).__name__
@@ -281,26 +269,26 @@ class _Machine:
     # ---- The stack and the memo.
 
     def memoize(self, value: Any) -> Any:
-        """Remember a value under the next number."""
+        """Store a value in the memo under the next number."""
         self._memo.append(value)
         return value
 
     def put(self, number: int) -> None:
-        """Remember the top of the stack under the next number, or one that is in use."""
+        """Store the top of the stack in the memo under the next number, or under a used one."""
         if number > len(self._memo):
-            raise ValueError("it leaves out numbers of the memo")
+            raise ValueError("it skips numbers of the memo")
         self._memo[number : number + 1] = self._stack[-1:]
 
     def get(self, number: int) -> Any:
-        """Return the value that was remembered under a number."""
+        """Return the value in the memo under a number."""
         if number >= len(self._memo):
-            raise ValueError("it remembers something that it never noted")
+            raise ValueError("it refers to an undefined number of the memo")
         return self._memo[number]
 
     # ---- Names, calls and states.
 
     def name(self, module: Any, name: Any) -> _Global:
-        """Look a global name up."""
+        """Look up a global name."""
         if isinstance(module, str) and isinstance(name, str):
             if name in _CALLED.get(module, ()):
                 return _Global(name, False)
@@ -309,7 +297,7 @@ class _Machine:
         raise ValueError(f"it imports {quoted(module)}.{quoted(name)}, which is not data")
 
     def call(self, called: Any, arguments: Any) -> Any:
-        """Return a description of what a call would make."""
+        """Return a description of the result of a call."""
         match called, arguments:
             case _Global(name, True), tuple() if self._any_class or not arguments:
                 return Record(name, {"": arguments} if arguments else {})
@@ -331,32 +319,32 @@ class _Machine:
         name = quoted(called.name if type(called) is _Global else called)
         raise ValueError(f"it calls {name} with arguments that are not data")
 
-    def build(self, made: Any, state: Any) -> Any:
-        """Return an instance after it was given its state."""
-        match made, state:
+    def build(self, instance: Any, state: Any) -> Any:
+        """Set the state of an instance, and return the instance."""
+        match instance, state:
             case Record(), dict():
-                made.fields = state
+                instance.fields = state
             case Record(), _ if self._any_class:
-                made.fields = {"": state}
+                instance.fields = {"": state}
             case np.dtype(), (_, "<" | "|" | "=", None, None, None, _, _, _):
                 pass
             case PickledArray(code=""), (_, _, _, True, _):
                 raise ValueError("it has an array that is stored column by column")
             case PickledArray(code=""), (_, shape, np.dtype() as kind, False, PickledBytes() as data):
                 self._unbuilt_arrays -= 1
-                return _located(made, kind, shape, data, None)
+                return _located(instance, kind, shape, data, None)
             case PickledArray(code=""), _:
                 raise ValueError("it has an array whose bytes are text or objects, as before protocol 3")
             case _:
-                raise ValueError("it gives a state to something that has none")
-        return made
+                raise ValueError("it sets the state of something that has none")
+        return instance
 
 
 def _located(array: PickledArray, kind: Any, shape: Any, data: PickledBytes, begin: int | None) -> PickledArray:
-    """Complete the description of an array that has all of some bytes, or those from ``begin`` on."""
+    """Complete the description of an array that occupies all of ``data``, or begins at offset ``begin`` of it."""
     is_shape = type(shape) is tuple and len(shape) <= MAX_AXES
     if not is_shape or not all(type(length) is int and 0 <= length < 2**63 for length in shape):
-        raise ValueError("it has an array of a shape that cannot be")
+        raise ValueError("it has an array with an invalid shape")
     array.code, array.shape, array.length = kind.str[1:], shape, math.prod(shape) * kind.itemsize
     array.begin = data.offset + (begin or 0)
     spare = data.length - array.length
@@ -366,7 +354,7 @@ def _located(array: PickledArray, kind: Any, shape: Any, data: PickledBytes, beg
 
 
 def _check_parts(value: Any, most: int) -> None:
-    """Refuse a value that is too deep, or has too many parts for a reader that visits a shared one each time."""
+    """Check that a value is neither too deep nor too large for a reader that visits shared parts repeatedly."""
     level: list[Any] = [[value]]
     count = 0
     for _ in range(MAX_DEPTH + 1):
@@ -376,12 +364,12 @@ def _check_parts(value: Any, most: int) -> None:
             parts = [*whole, *whole.values()] if type(whole) is dict else whole
             count += len(parts)
             if count > most:
-                raise ValueError(f"it has more than {most} parts, where a shared one counts each time")
+                raise ValueError(f"it has more than {most} parts, counting shared parts each time")
             inner += [part for part in parts if type(part) in _CONTAINERS]
         if not inner:
             return
         level = inner
-    raise ValueError(f"it has more than {MAX_DEPTH} containers in each other")
+    raise ValueError(f"its containers are nested more than {MAX_DEPTH} deep")
 
 
 _READERS: dict[str, Any] = {
@@ -390,14 +378,14 @@ _READERS: dict[str, Any] = {
     "BINBYTES": pickletools.read_uint4,
     "BINBYTES8": pickletools.read_uint8,
 }
-"""Readers of arguments that are not those of :mod:`pickletools`: of bytes only the length, because they are skipped."""
+"""Readers of arguments that replace those of :mod:`pickletools`. Of bytes only the length is read."""
 _WORK: dict[str, Any] = {
     "FRAME": _Machine.frame,
     "NONE": lambda _: None,
     "NEWTRUE": lambda _: True,
     "NEWFALSE": lambda _: False,
     "BININT BININT1 BININT2 LONG1 BINFLOAT": _Machine.number,
-    # pickletools decodes halves of characters, which are not UTF-8.
+    # pickletools decodes lone surrogates, which are not valid UTF-8.
     "SHORT_BINUNICODE BINUNICODE BINUNICODE8": lambda _, text: text.encode().decode(),
     "SHORT_BINBYTES BINBYTES BINBYTES8": _Machine.data,
     "EMPTY_DICT": lambda _: {},
@@ -414,7 +402,7 @@ _WORK: dict[str, Any] = {
     "NEWOBJ REDUCE": _Machine.call,
     "BUILD": _Machine.build,
 }
-"""The instructions that data needs, of about seventy."""
+"""The instructions that data needs."""
 _INSTRUCTIONS: dict[bytes, tuple[Any, ...]] = {
     one.code.encode("latin-1"): (
         _READERS.get(one.name, one.arg and one.arg.reader),
@@ -427,7 +415,7 @@ _INSTRUCTIONS: dict[bytes, tuple[Any, ...]] = {
     for one in pickletools.opcodes
     if one.name in names.split()
 }
-"""By code: the reader of the argument; the number of operands, and if there are more above a mark; has it a result."""
+"""By code: reader of the argument, number of operands, whether more follow a mark, whether it has a result, method."""
 
 
 # ---- Writing.
@@ -435,16 +423,16 @@ _INSTRUCTIONS: dict[bytes, tuple[Any, ...]] = {
 _PROTOCOL = b"\x80\x04"
 _STOP = b"."
 _RUN = 0
-"""The number under which the run of bytes of a file is remembered."""
+"""The memo number of the bytes of all arrays."""
 
 
 class PickledObject(msgspec.Struct, frozen=True, eq=False):
-    """An object whose class makes an instance without arguments and takes its state.
+    """An object whose class is called without arguments and then receives its state.
 
     Args:
-        module: of the class.
-        name: of the class.
-        state: a dict of attributes, or another state of the class.
+        module: module of the class.
+        name: name of the class.
+        state: a dict of attributes, or another state that the class accepts.
     """
 
     module: str
@@ -462,11 +450,13 @@ def encode_pickle(value: Any) -> bytes:
 
 
 def encode_array_dict(arrays: Sequence[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, bytes]:
-    """Return the bytes before and after those of arrays in the pickle of a dict of them.
+    """Return the bytes before and after the arrays' bytes in the pickle of a dict of arrays.
+
+    All arrays refer to one run of bytes, so that it can be written in any order.
 
     Args:
-        arrays: name, numpy code of the element type (``f4``), shape and length in bytes; at least one. Their bytes
-            follow one another. Those of larger elements come first, so that all are aligned.
+        arrays: name, numpy dtype code (``f4``), shape and length in bytes; at least one. The arrays follow one another
+            in this order; arrays of larger elements come first, so that all are aligned.
     """
     total = sum(length for *_, length in arrays)
     before, after = [_PROTOCOL, b"}("], [b"q", bytes([_RUN])]
@@ -527,6 +517,5 @@ def _global(module: str, name: str) -> Iterable[bytes]:
 
 
 def _dtype(code: str) -> Iterable[bytes]:
-    """Return a little-endian element type."""
-    made = (*_global("numpy", "dtype"), *_encoded((code, False, True)), b"R")
-    return (*made, *_encoded((3, "|" if code[1:] == "1" else "<", None, None, None, -1, -1, 0)), b"b")
+    created = (*_global("numpy", "dtype"), *_encoded((code, False, True)), b"R")
+    return (*created, *_encoded((3, "|" if code[1:] == "1" else "<", None, None, None, -1, -1, 0)), b"b")

@@ -1,22 +1,13 @@
 """A validating header reader and a streaming writer for the safetensors format.
 
-The file: 8 bytes of little-endian header length, a JSON object, the tensors' bytes. This module never touches the
-tensors' bytes when it reads: it returns where they are, and ``ranges`` reads them. A header is validated before it is
-returned, at least as strictly as by the safetensors library: an undetected fault would become wrong numbers in a model.
-The checks prove that every tensor is inside the file, no two overlap, no byte is unaccounted for, and no name occurs
-twice.
+A header is validated at least as strictly as by the safetensors library: every tensor is inside the file, tensors
+neither overlap nor leave gaps, and no name occurs twice. A header in the usual formatting is decoded in bulk, and must
+give the same text when encoded again; any other header is decoded entry by entry, so that errors name the entry.
 
-Nearly every header is formatted as common writers format it. Such a header is decoded in bulk by types: the decoded
-entries, encoded again, must give the same text, so that nothing was skipped. Every other header is decoded entry by
-entry, so that an error names the entry. What the entries say is checked in one place.
-
-The writer takes names, dtypes and shapes first, and then the bytes straight from the caller's memory, in any order and
-from many threads. It hashes long pieces in a thread of its own while they are written. The tensors start at a whole
-page: a copy between a page of the file and memory of the same alignment is a tenth faster. The format allows no gaps
-between tensors, so a caller that declares wide dtypes first keeps all of them aligned.
-
-Memory: the header (at most 100 MB, as in the library, about ten times that while it is parsed). Time: linear in the
-header for reading, one pass over the bytes for writing.
+The writer gets names, dtypes and shapes first, then the bytes in any order and from several threads. It hashes long
+pieces in a thread while they are written. Tensors start at a page, which makes copies a tenth faster; a caller that
+declares wide dtypes first keeps all tensors aligned. Time: linear in the header for reading; one pass over the bytes
+for writing. Memory: the header, at most 100 MB as in the library, and about ten times as much to parse it.
 """
 
 from __future__ import annotations
@@ -47,31 +38,31 @@ from paddleformers_fc.storage.remote_writes import RemoteFileWriter
 from paddleformers_fc.text import count_text, numbers_text
 
 MAX_HEADER_BYTES = 100_000_000
-"""The longest header that is read or written, in bytes; the safetensors library has the same bound."""
+"""Maximum length of a header in bytes, as in the safetensors library."""
 
 MAX_AXES = 32
-"""The most axes of a tensor that is read: numpy's bound, above Paddle's."""
+"""Maximum number of axes: numpy's bound, above Paddle's."""
 
 MAX_EMPTY_SHAPES = 1024
-"""The most shapes without an element in a file. Their extents can be chosen so that look-ups take long."""
+"""Maximum number of empty shapes in a file, because their extents could be chosen to make look-ups slow."""
 
 METADATA_KEY = "__metadata__"
-"""The one header key that is not a tensor."""
+"""The header key that is not a tensor."""
 
 _LENGTH_BYTES = 8
-# Read at once: most headers are shorter, and every read of a remote file costs a request.
+# Bytes of the first read: most headers are shorter, and every read of a remote file is a request.
 _FIRST_BYTES = 32 * 1024
 _ALIGNMENT = 4096
-# Few enough that one thread finds them in the processor's cache after another one has read them.
+# Small enough to stay in the processor's cache while one thread writes and another hashes.
 _WRITE_BYTES = 4 * 1024 * 1024
-# Shorter pieces are hashed sooner than a thread has been woken.
-_LEAST_BESIDE_BYTES = 1024 * 1024
+# Shorter pieces are hashed in less time than it takes to wake a thread.
+_MIN_THREADED_BYTES = 1024 * 1024
 _MAX_COUNT = 2**64 - 1
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 
 
 class _RawEntry(msgspec.Struct, frozen=True, gc=False):
-    """The unchecked header entry of one tensor, its fields in the order of all writers."""
+    """The unchecked header entry of one tensor, with its fields in the usual order."""
 
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -79,7 +70,7 @@ class _RawEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Head(msgspec.Struct, frozen=True, gc=False):
-    """The one key of a header that is not a tensor."""
+    """The key of a header that is not a tensor."""
 
     metadata: dict[str, str] = msgspec.field(name=METADATA_KEY, default_factory=dict)
 
@@ -95,7 +86,7 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
         dtype: safetensors code, ``"F32"``, ``"BF16"``, ...
         shape: extents, outermost first; ``()`` for a scalar.
         begin: offset of the first byte, from the start of the *file*.
-        end: offset behind the last byte, from the start of the *file*.
+        end: offset after the last byte, from the start of the *file*.
     """
 
     dtype: str
@@ -126,7 +117,7 @@ def read_header(path: AnyPath) -> Header:
 
     Raises:
         Corrupt: the file is missing, truncated, or longer than its header describes.
-        FormatError: the header does not follow the format; the message names the file and the tensor.
+        FormatError: the header is invalid; the error names the file and the tensor.
         StorageError: the operating system refused to open or read it.
     """
     with open_regular(path) as file:
@@ -141,13 +132,13 @@ def read_header(path: AnyPath) -> Header:
 
 
 def parse_header(path: AnyPath, data: bytes) -> Header:
-    """Return the header of a file that was read whole; arguments and errors are those of :func:`read_header`."""
+    """Return the header of a file from its complete content; see :func:`read_header` for the errors."""
     data_begin = _header_end(path, data, len(data))
     return _parse(path, bytearray(data[_LENGTH_BYTES:data_begin]), data_begin, len(data))
 
 
 def _header_end(path: AnyPath, first: bytes, size: int) -> int:
-    """Return the offset behind the header of a file, by its first bytes and its size."""
+    """Return the offset after the header of a file."""
     if size < _LENGTH_BYTES:
         raise Corrupt(
             f"{path} is truncated: {size} bytes cannot hold a safetensors header.",
@@ -169,11 +160,11 @@ def _header_end(path: AnyPath, first: bytes, size: int) -> int:
 
 
 class FileLayout(msgspec.Struct, frozen=True):
-    """A file that is to be written, up to its numbers.
+    """The layout of a file before its tensors are written.
 
     Attributes:
-        header: its first bytes, length field and padding included.
-        sizes: of every tensor, in bytes, in the order of their bytes.
+        header: the first bytes, including length field and padding.
+        sizes: size of every tensor in bytes, in file order.
         trailer: the bytes after the tensors; empty in a safetensors file.
     """
 
@@ -191,14 +182,14 @@ def layout_file(path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], m
         metadata: the free text map of the header; empty for none.
 
     Raises:
-        FormatError: a name twice, an unknown dtype, an impossible shape, a header over 100 MB.
+        FormatError: a name occurs twice, a dtype is unknown, a shape is invalid, or the header is too long.
     """
     document: dict[str, Any] = {METADATA_KEY: _metadata(path, metadata)} if metadata else {}
     sizes: list[int] = []
     begin = 0
     for name, dtype, shape in entries:
         if name in document or name == METADATA_KEY:
-            _reject_write(path, f"the tensor name {name!r} is taken")
+            _reject_write(path, f"the tensor name {name!r} is already in use")
         if any(extent < 0 for extent in shape):
             _reject_write(path, f"{name!r} has the shape {numbers_text(shape)}")
         extents = tuple(map(int, shape))
@@ -214,13 +205,13 @@ def layout_file(path: Path, entries: Sequence[tuple[str, str, Sequence[int]]], m
 
 
 class TensorWriter:
-    """Writes a file of tensors in pieces that come in any order and from several threads, and hashes them.
+    """Writes and hashes a file of tensors, in any order and from several threads.
 
-    The header is written at once. The file is complete, and synced if it is local, when :meth:`close` has returned.
+    The header is written at once. When :meth:`close` returns, the file is complete, and synced if it is local.
 
     Args:
         file: the new file, which this object closes.
-        layout: its future content, from :func:`layout_file`.
+        layout: the result of :func:`layout_file`.
 
     Raises:
         StorageError: the header cannot be written.
@@ -231,7 +222,7 @@ class TensorWriter:
         self._size = self._left = sum(layout.sizes)
         self._hasher = BlockHasher()
         self._lock = threading.Lock()
-        self._beside = ThreadPoolExecutor(1, "flex-hash")
+        self._hash_thread = ThreadPoolExecutor(1, "flex-hash")
         try:
             self._put(0, memoryview(layout.header))
         except BaseException:
@@ -242,14 +233,14 @@ class TensorWriter:
         """Write some bytes of the tensors; each byte may be written once.
 
         Args:
-            begin: where they are among the bytes of all tensors, in the order of the layout.
+            begin: their offset in the concatenated bytes of all tensors, in the order of the layout.
             buffer: the bytes, little-endian and C-contiguous: memoryview, bytes or numpy array. The dtype of an array
-                is not compared: bfloat16 may come as uint16.
+                is not checked: bfloat16 may come as uint16.
         Returns:
-            whether every byte is written now; true for the call that wrote the last of them.
+            whether all bytes are written now.
 
         Raises:
-            FormatError: there are not so many bytes.
+            FormatError: the bytes exceed the layout.
             StorageError: the operating system or the store refused.
         """
         view = byte_view(buffer)
@@ -264,34 +255,34 @@ class TensorWriter:
     def _put(self, begin: int, view: memoryview) -> None:
         for start in range(0, view.nbytes, _WRITE_BYTES):
             chunk = view[start : start + _WRITE_BYTES]
-            if chunk.nbytes < _LEAST_BESIDE_BYTES:
+            if chunk.nbytes < _MIN_THREADED_BYTES:
                 self._hasher.update(chunk, begin + start)
                 self._file.write(begin + start, chunk)
                 continue
-            hashed = self._beside.submit(self._hasher.update, chunk, begin + start)
+            hashed = self._hash_thread.submit(self._hasher.update, chunk, begin + start)
             try:
                 self._file.write(begin + start, chunk)
             finally:
                 hashed.result()  # The caller may change the memory afterwards.
 
     def close(self) -> FileChecksum:
-        """Complete and close the file; its checksum.
+        """Complete and close the file, and return its checksum.
 
         Raises:
-            FormatError: there are bytes that were not written, or some were written twice.
-            StorageError: the operating system or the store refused, or the file is closed already.
+            FormatError: bytes are missing, or were written twice.
+            StorageError: the operating system or the store refused, or the file is already closed.
         """
         if self._left:
             self.abandon()
             _reject_write(self._file.path, f"{self._size - self._left} of {self._size} bytes were given")
         self._put(len(self._layout.header) + self._size, memoryview(self._layout.trailer))
-        self._beside.shutdown()
+        self._hash_thread.shutdown()
         self._file.close()
         return self._hasher.file_checksum(self._file.name)
 
     def abandon(self) -> None:
-        """Give up a file that is not complete; harmless after :meth:`close`."""
-        self._beside.shutdown()
+        """Abandon an incomplete file; does nothing after :meth:`close`."""
+        self._hash_thread.shutdown()
         self._file.abandon()
 
 
@@ -302,7 +293,7 @@ def _reject(path: AnyPath, fault: str) -> NoReturn:
     raise FormatError(
         f"{path} is not a valid safetensors file: {fault}.",
         where=str(path),
-        next_step="Fetch or save the file again; nothing of it was read.",
+        next_step="Download or save the file again; no tensor was read.",
     )
 
 
@@ -340,21 +331,21 @@ def _parse(path: AnyPath, raw: bytearray, data_begin: int, file_size: int) -> He
 
 
 def _decode_usual(raw: bytearray) -> tuple[dict[str, str], dict[str, _RawEntry]] | None:
-    """Return metadata and entries of a header that is formatted as writers format it; None of any other header."""
+    """Return metadata and entries of a header in the usual formatting; None for any other header."""
     try:
         metadata, claims = _head.decode(raw).metadata, _claims.decode(raw)
-        # This key was decoded as if it were a tensor's.
+        # The second decoder treats this key as a tensor.
         claims.pop(METADATA_KEY, None)
         spelled = msgspec.json.encode({METADATA_KEY: metadata, **claims} if metadata else claims)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    # Equal texts: no key is there twice, none is missing or unknown, and no number is spelled in another way.
+    # If the texts are equal, no key is duplicate, missing or unknown, and all numbers are formatted as usual.
     is_equal = raw.startswith(spelled) and not raw[len(spelled) :].strip(b" ")
     return (metadata, claims) if is_equal else None
 
 
 def _decode_any(path: AnyPath, raw: bytearray) -> tuple[dict[str, str], dict[str, _RawEntry]]:
-    """Return metadata and entries of a header, decoded one by one, so that an error can name the fault."""
+    """Return metadata and entries of a header, decoded one by one, so that errors can name the entry."""
     if not raw.startswith(b"{"):
         _reject(path, "its header does not start with '{'")
     try:
@@ -367,7 +358,6 @@ def _decode_any(path: AnyPath, raw: bytearray) -> tuple[dict[str, str], dict[str
 
 
 def _size(path: AnyPath, name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a tensor."""
     if dtype not in CODES:
         _reject(path, f"tensor {name!r} has the dtype {dtype!r}; known are {', '.join(sorted(CODES))}")
     if not all(map(_is_count, shape)):
@@ -377,9 +367,9 @@ def _size(path: AnyPath, name: str, dtype: str, shape: tuple[int, ...]) -> int:
     size = item_size(dtype)
     for extent in shape:
         size *= extent
-        # Stopping here bounds the numbers; as in the library, a later extent of zero does not excuse it.
+        # Checked for every extent, so that numbers stay small; as in the library, a later extent of zero does not help.
         if not _is_count(size):
-            _reject(path, f"tensor {name!r} of shape {numbers_text(shape)} has more bytes than can be counted")
+            _reject(path, f"tensor {name!r} of shape {numbers_text(shape)} has more than 2^64-1 bytes")
     return size
 
 
@@ -391,7 +381,7 @@ def _misplaced(claim: _RawEntry, size: int, due: int, previous: str) -> str:
         shape = numbers_text(claim.shape)
         return f"takes the bytes {begin} to {end}, but {claim.dtype} of shape {shape} has {size} bytes"
     relation = "overlaps" if begin < due else "leaves a gap behind"
-    return f"{relation} {previous} (begins at byte {begin} of the tensors, {due} is due)"
+    return f"{relation} {previous} (begins at byte {begin} of the tensors, not {due})"
 
 
 def _metadata(path: AnyPath, claim: Any) -> dict[str, str]:
@@ -409,7 +399,7 @@ def _entry(path: AnyPath, name: str, claim: Any) -> _RawEntry:
     try:
         return msgspec.convert(claim, _RawEntry)
     except msgspec.ValidationError as error:
-        _reject(path, f"tensor {name!r} is not described as it should be: {error}")
+        _reject(path, f"tensor {name!r} has an invalid entry: {error}")
 
 
 def _is_count(value: int) -> bool:
@@ -422,8 +412,8 @@ def _cut_tensors(ordered: dict[str, TensorEntry], file_size: int) -> list[str]:
 
 
 def _text(path: AnyPath, document: dict[str, Any]) -> bytes:
-    """Return a header as JSON, which contains Unicode text only."""
+    """Encode a header as JSON, and check that it contains only valid Unicode."""
     try:
         return msgspec.json.encode(document)
     except UnicodeEncodeError as error:
-        _reject(path, f"its header is not Unicode text: {error}, in {error.object[:100]!r}")
+        _reject(path, f"its header is not valid Unicode: {error}, in {error.object[:100]!r}")

@@ -264,7 +264,7 @@ def test_without_a_known_configuration_it_is_inspected_and_not_exported(
         export_checkpoint(copy, tmp_path / "out")
     (copy / "config.json").unlink()
     assert inspect_directory(copy).roles[MODEL_STATE].tensors
-    with pytest.raises(NotACheckpoint, match="does not describe the model that it is of"):
+    with pytest.raises(NotACheckpoint, match="does not describe the model"):
         export_checkpoint(copy, tmp_path / "out")
 
 
@@ -359,12 +359,12 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
     "a file that is missing": (lambda copy: (copy / WEIGHTS).unlink(), Corrupt, "1_0.distcp"),
     "files of two roles": (_swapped, Corrupt, "does not contain what the metadata lists"),
     "an array with its axes exchanged": (_transposed, Corrupt, "does not contain what the metadata lists"),
-    "two shards in one array": (forged(_listed_twice), Corrupt, "it is not there or listed twice"),
+    "two shards in one array": (forged(_listed_twice), Corrupt, "it is missing or listed twice"),
     "numbers of another type": (_of_another_type, Corrupt, "does not contain what the metadata lists"),
-    "a link that leads out": (_linked, FormatError, "links to somewhere else"),
+    "a link that leads out": (_linked, FormatError, "links that lead out of the checkpoint"),
     "a file outside": (forged(lambda fields: _renamed(fields, "../../0_0.distcp")), FormatError, r"\.\./\.\./0_0"),
     "a file of no kind": (forged(lambda fields: _renamed(fields, "0_0.distcp\n")), FormatError, "lists a tensor in"),
-    "a file whose name is a memo bomb": (forged(_named_by_a_bomb), FormatError, "a shared one counts each time"),
+    "a file whose name is a memo bomb": (forged(_named_by_a_bomb), FormatError, "counting shared parts each time"),
     "one list for all": (forged(_shared_lists), FormatError, "its shape and dtype are missing"),
     "no tensors": (forged(lambda fields: fields["storage_metadata"].clear()), Corrupt, "no tensor is stored"),
 }

@@ -226,7 +226,7 @@ def test_a_memo_bomb_is_refused_in_memory_as_small_as_its_text(tmp_path: Path) -
     bomb = b"\x80\x04N\x94" + b"".join(b"h" + bytes([at]) + b"h" + bytes([at]) + b"\x86\x94" for at in range(90)) + b"."
     bomb = bomb.replace(b"\x80\x04N\x94", b"\x80\x04(N\x94", 1)[:-1] + b"t."
     tracemalloc.start()
-    with pytest.raises(FormatError, match="a shared one counts each time"):
+    with pytest.raises(FormatError, match="counting shared parts each time"):
         read_pickle(written(tmp_path / "x", bomb))
     assert tracemalloc.get_traced_memory()[1] < 4 << 20
     tracemalloc.stop()
@@ -272,7 +272,7 @@ def test_a_state_of_many_instances_is_not_visited_for_each(tmp_path: Path) -> No
 
     sys.setprofile(count_calls)
     try:
-        with pytest.raises(FormatError, match="a shared one counts each time"):
+        with pytest.raises(FormatError, match="counting shared parts each time"):
             read_pickle(path)
     finally:
         sys.setprofile(None)
@@ -288,7 +288,7 @@ def test_instructions_beyond_the_bound_are_not_carried_out(tmp_path: Path, monke
 @pytest.mark.parametrize("length", [5, 2**62, 2**64 - 1])
 def test_bytes_that_are_not_in_the_file_are_not_skipped(tmp_path: Path, length: int) -> None:
     raw = b"\x80\x04\x8e" + length.to_bytes(8, "little") + b"1234"
-    with pytest.raises(FormatError, match=f"truncated: {11 + length} bytes are due and 15 are there"):
+    with pytest.raises(FormatError, match=f"truncated: 15 of {11 + length} bytes"):
         read_pickle(written(tmp_path / "x", raw))
 
 
@@ -296,7 +296,7 @@ def test_bytes_that_are_not_in_the_file_are_not_skipped(tmp_path: Path, length: 
     "raw", [b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".", b"\x80\x04]\x94h\x00a."], ids=["deep", "in itself"]
 )
 def test_a_depth_in_which_a_reader_would_recurse_is_refused(tmp_path: Path, raw: bytes) -> None:
-    with pytest.raises(FormatError, match=f"more than {MAX_DEPTH} containers in each other|a shared one counts each"):
+    with pytest.raises(FormatError, match=f"nested more than {MAX_DEPTH} deep|counting shared parts"):
         read_pickle(written(tmp_path / "x", raw))
     inner = b"\x80\x04" + b"]" * MAX_DEPTH + b"a" * (MAX_DEPTH - 1) + b"."
     assert isinstance(read_pickle(written(tmp_path / "x", inner)), list)

@@ -83,8 +83,8 @@ def test_every_kind_of_buffer_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "metadata", "message"),
     [
-        ([("a", "F32", (1,)), ("a", "F32", (1,))], {}, "'a' is taken"),
-        ([("__metadata__", "F32", (1,))], {}, "'__metadata__' is taken"),
+        ([("a", "F32", (1,)), ("a", "F32", (1,))], {}, "'a' is already in use"),
+        ([("__metadata__", "F32", (1,))], {}, "'__metadata__' is already in use"),
         ([("a", "float32", (1,))], {}, "Unknown tensor dtype 'float32'"),
         ([("a", "F32", (2, -1))], {}, r"'a' has the shape \[2, -1\]"),
         ([("a\ud800", "F32", (1,))], {}, "not Unicode"),
