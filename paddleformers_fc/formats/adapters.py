@@ -1,19 +1,13 @@
-"""Adapters in files: those of Hugging Face PEFT, and those of PaddleFormers.
+"""Files of LoRA adapters in the formats of Hugging Face PEFT and of PaddleFormers.
 
-PEFT: ``adapter_model.safetensors`` and ``adapter_config.json``. Its names are the canonical names behind
-``base_model.model.``; tensors are [r, in] and [out, r] in both. A canonical ``lora_A`` of a fused layer, such as
-``qkv_proj``, is written once for each part, under the name of the part. A read requires equal copies, as of one tensor:
-adapters that were trained separately do not fit into a fused layer. Biases and other tensors of the base that were
-trained are stored beside the adapters, as PEFT does.
+PEFT's ``adapter_model.safetensors`` contains canonical tensors, with the prefix ``base_model.model.``. The canonical
+``lora_A`` of a fused layer is written once per part. The copies must be equal when they are read, because separately
+trained adapters do not fit into a fused layer. Unsupported variants of LoRA (such as DoRA), initializations that change
+the base (such as PiSSA) and unknown keys with a value are rejected.
 
-Variants of LoRA that PaddleFormers does not have (DoRA, ranks per layer and others) are refused by the key that
-requests them. Initialisations that change the base, such as PiSSA, are refused too, and unknown keys with a value.
-
-PaddleFormers: ``peft_model-*.safetensors``, their index, and ``lora_config.json``.
-
-Names and orientation are those of the model on one rank: ``lora_A`` [in, r] and ``lora_B`` [r, out], with fused layers.
-The order of the outputs of a fused feed-forward layer depends on the degree of tensor parallelism that saved them.
-``lora_config.json`` contains it. PaddleFormers reads such a directory with ``lora_path``.
+PaddleFormers' ``peft_model-*.safetensors`` contain the tensors of the model on one rank, ``lora_A`` [in, r] and
+``lora_B`` [r, out], with fused layers. The order inside fused feed-forward layers depends on the tensor-parallel degree
+in ``lora_config.json``.
 """
 
 from __future__ import annotations
@@ -74,7 +68,7 @@ _UNSUPPORTED = (
     *("alora_invocation_tokens", "trainable_token_indices", "target_parameters", "arrow_config", "velora_config"),
     *("monteclora_config", "use_bdlora"),
 )
-"""Keys of variants that change the meaning of the stored tensors, and that PaddleFormers' adapters do not have."""
+"""Keys of variants that change the meaning of the stored tensors, and that PaddleFormers does not support."""
 
 _READ = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "bias", "lora_dropout"),
@@ -85,26 +79,26 @@ _NEUTRAL = (
     *("layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"),
 )
-"""Keys of PEFT that do not change the meaning of the stored tensors; settings of an initialisation among them."""
+"""Keys of PEFT that do not change the meaning of the stored tensors, including settings of initializations."""
 
 _KEEPS_BASE = ("gaussian", "eva", "orthogonal")
-"""Initialisations of adapters that keep the base; other names, such as pissa and loftq, change its weights."""
+"""Initializations that keep the base; others, such as pissa and loftq, change its weights."""
 
 LORA_CONFIG_NAME = "lora_config.json"
 LORA_INDEX_NAME = "peft_model.safetensors.index.json"
 _UNSUPPORTED_LORA = ("loraga", "do_qat", "pissa", "use_mora", "lora_use_mixer", "enable_lora_list")
 """Keys of variants that change the base or the meaning of the stored tensors."""
 _ROUNDED = (1 - 1e-6, 1 + 1e-6)
-"""By what factors a stored scaling may differ from that of the other values."""
+"""Range of the stored scaling, relative to the scaling that the other values give."""
 
 
 def _number(value: float) -> float:
-    """Return the number as configurations write it: an integer if it is one."""
+    """Return an integral number as an int, as configurations write it."""
     return int(value) if value == int(value) else value
 
 
 def _unpaired(names: Collection[str]) -> Iterator[str]:
-    """Yield the tensors of adapters whose other tensor is missing."""
+    """Yield the adapter tensors whose counterpart, ``lora_A`` or ``lora_B``, is missing."""
     for name in names:
         module = name.removesuffix(_WEIGHT)
         layer, _, end = module.rpartition(".")
@@ -113,14 +107,14 @@ def _unpaired(names: Collection[str]) -> Iterator[str]:
             yield f"{name}: {other} is missing"
 
 
-def _of_other_shapes(model: ModelDescription, specs: Mapping[str, TensorSpec]) -> Iterator[str]:
-    """Yield the tensors of adapters whose shape is not that of their rank and layer."""
+def _shape_faults(model: ModelDescription, specs: Mapping[str, TensorSpec]) -> Iterator[str]:
+    """Yield the adapter tensors whose shape does not match their rank and layer."""
     names = Names(family_for(model.config), model)
     for name, spec in specs.items():
         shapes = [kind.shape(numbers) for kind, numbers in names.declared(name)] if is_adapter(name) else []
-        wanted = " or ".join(str([*one]) for one in shapes if one is not None)
-        if wanted and spec.shape not in shapes:
-            yield f"{name}: stored {list(spec.shape)}, wanted {wanted}"
+        expected = " or ".join(str([*one]) for one in shapes if one is not None)
+        if expected and spec.shape not in shapes:
+            yield f"{name}: stored {list(spec.shape)}, expected {expected}"
 
 
 def _read_config(directory: AnyPath, name: str, checksums: FileChecksums | None) -> dict[str, Any]:
@@ -142,7 +136,7 @@ def _adapters(values: Mapping[str, Any], directory: AnyPath) -> Adapters:
         found.append(f"init_lora_weights: {initial!r}: changes the base, and the files contain no base"[:200])
     if found:
         raise OptionError(
-            "PaddleFormers has no such adapters.",
+            "PaddleFormers does not support these adapters.",
             where=str(directory / ADAPTER_CONFIG_NAME),
             evidence=found,
             next_step="Use adapters of peft_type LORA with one rank and one scaling for all layers, on their own base.",
@@ -156,14 +150,14 @@ def _adapters(values: Mapping[str, Any], directory: AnyPath) -> Adapters:
 
 
 def _converted(values: Mapping[str, Any], own: Mapping[str, Any], where: str) -> Adapters:
-    """Return adapters of the values of a file.
+    """Convert the content of a configuration file to adapters.
 
     Args:
         values: the content of the file.
         own: fields that the two formats have under different keys.
         where: the file.
     Raises:
-        FormatError: a value has another type, or is out of range.
+        FormatError: a value has the wrong type or is out of range.
     """
     targets = values.get("target_modules")
     given = {
@@ -182,30 +176,30 @@ def _converted(values: Mapping[str, Any], own: Mapping[str, Any], where: str) ->
         ) from error
 
 
-def _strange(name: str) -> bool:
+def _is_of_variant(name: str) -> bool:
     """Return whether a tensor belongs to a variant of LoRA: a magnitude, an embedding, or a bias of an adapter."""
     return "lora_" in name and not name.endswith((f".{A}{_WEIGHT}", f".{B}{_WEIGHT}"))
 
 
 def canonical_name(name: str) -> str:
-    """Return the canonical name of a tensor of PEFT's."""
+    """Return the canonical name of a PEFT tensor."""
     return name.removeprefix(_PREFIX).replace(_BASE, ".")
 
 
 def _peft_name(name: str, adapted: Collection[str]) -> str:
-    """Return PEFT's name of a canonical tensor: tensors of the base of an adapter are in ``base_layer``."""
+    """Return PEFT's name of a canonical tensor. Tensors of a layer with an adapter are in ``base_layer``."""
     module, _, last = name.rpartition(".")
     inside = not is_adapter(name) and module in adapted
     return f"{_PREFIX}{module}{_BASE}{last}" if inside else f"{_PREFIX}{name}"
 
 
 def _one_file(name: str, weights: Mapping[str, Shard]) -> tuple[OutputFile, ...]:
-    """Return the file of adapters, which are small: it may have any size."""
+    """Return a single file for all adapters; it has no size limit, because adapters are small."""
     return tuple(OutputFile(name, MODEL_STATE, group) for group in grouped_by_size(weights, sys.maxsize))
 
 
 def _peft_rules(checkpoint: OpenedCheckpoint) -> RuleSet:
-    """Return the rules of PEFT's tensors: the canonical ones, those that layers share once for each layer.
+    """Return the rules of PEFT's tensors: canonical tensors, with one copy per layer of shared tensors.
 
     Raises:
         OptionError: the checkpoint contains no adapters.
@@ -227,7 +221,7 @@ def _peft_rules(checkpoint: OpenedCheckpoint) -> RuleSet:
 
 
 def _peft_files(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
-    """Return the one file, with the copies that PEFT stores."""
+    """Return the single file, with the copies that PEFT stores."""
     weights = dict(layout.get(MODEL_STATE, {}))
     for tie in _peft_rules(checkpoint).ties:
         weights[tie.alias] = msgspec.structs.replace(weights[tie.owner], name=tie.alias)
@@ -259,7 +253,7 @@ def require_adapters(checkpoint: OpenedCheckpoint) -> Adapters:
     adapters = checkpoint.known.adapters
     if adapters is None:
         raise OptionError(
-            "The checkpoint contains a whole model and no adapters.",
+            "The checkpoint contains a complete model and no adapters.",
             where=str(checkpoint.catalog.root),
             next_step="Export it as a model.",
         )
@@ -267,27 +261,27 @@ def require_adapters(checkpoint: OpenedCheckpoint) -> Adapters:
 
 
 def check_rewritable(checkpoint: OpenedCheckpoint) -> None:
-    """Refuse an export of adapters in PEFT's format, or a conversion that does not make a flex checkpoint of them.
+    """Check that a checkpoint can be exported, or converted to another format than a flex checkpoint.
 
     Raises:
-        OptionError: it is one.
+        OptionError: it contains adapters in PEFT's format.
     """
     if checkpoint.format is PEFT:
         root = str(checkpoint.catalog.root)
         raise OptionError(
-            f"{root} contains adapters in PEFT's format, of which flex checkpoints are made alone.",
+            f"{root} contains adapters in PEFT's format, which can only be converted to a flex checkpoint.",
             where=root,
             evidence=[_base_line(checkpoint)],
-            next_step=f"Make one: {_conversion(root)}. FLEX can be exported in other formats, and merged with --base "
-            f"BASE --accept-base. Training reads the adapters as they are: `lora_path: {root}` in the YAML.",
+            next_step=f"Convert them: {_conversion(root)}. FLEX can be exported in other formats, and merged with "
+            f"--base BASE --accept-base. To train with the adapters as they are, set `lora_path: {root}` in the YAML.",
         )
 
 
 def config_of_base(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
-    """Return the configuration of a checkpoint; of adapters in PEFT's format without one that of the base they name.
+    """Return the configuration of a checkpoint. Adapters in PEFT's format may lack it; then it is read from their base.
 
     Raises:
-        OptionError: such adapters name no directory of this machine with a configuration.
+        OptionError: the base is not a directory on this machine with a configuration.
         FlexError: the configuration is malformed or damaged.
     """
     if checkpoint.config or checkpoint.format is not PEFT:
@@ -298,8 +292,8 @@ def config_of_base(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
         raise OptionError(
             f"{root} contains adapters in PEFT's format without the {CONFIG_NAME} of their base.",
             where=root,
-            evidence=[_base_line(checkpoint), f"no directory of this name with a {CONFIG_NAME} is on this machine"],
-            next_step=f"Name a directory with it: {_conversion(root)}. Training reads the adapters as they are: "
+            evidence=[_base_line(checkpoint), f"this machine has no directory of this name with a {CONFIG_NAME}"],
+            next_step=f"Name a directory with it: {_conversion(root)}. To train with the adapters as they are, set "
             f"`lora_path: {root}` in the YAML.",
         )
     return found
@@ -314,13 +308,13 @@ def _base_line(checkpoint: OpenedCheckpoint) -> str:
 
 
 def _adapted(names: Iterable[str]) -> set[str]:
-    """Return the canonical layers that have adapters, by the names of all tensors."""
+    """Return the canonical layers with adapters, from the names of all tensors."""
     ending = f".{B}{_WEIGHT}"
     return {name.removesuffix(ending) for name in names if name.endswith(ending)}
 
 
 def _by_module(names: Iterable[str]) -> dict[str, set[str]]:
-    """Return the last parts of names by what is before them."""
+    """Group the last parts of names by module."""
     found: dict[str, set[str]] = {}
     for name in names:
         module, _, last = name.rpartition(".")
@@ -329,13 +323,13 @@ def _by_module(names: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _tied_copies(model: ModelDescription) -> dict[str, tuple[str, ...]]:
-    """Return the canonical tensors that have aliases, and their aliases: PEFT trains a copy of a tied module."""
+    """Return the canonical tensors with aliases, and their aliases. PEFT trains a copy of a tied module."""
     ties = canonical_ties(model)
     return {owner: tuple(alias for alias, other in ties.items() if other == owner) for owner in ties.values()}
 
 
 def _layers(checkpoint: OpenedCheckpoint) -> dict[str, set[str]]:
-    """Return the canonical tensors of the whole model by module; none if its configuration lacks a size."""
+    """Return the canonical tensors of the complete model by module; empty if the configuration lacks a size."""
     model = checkpoint.known
     try:
         family = family_for(model.config)
@@ -349,7 +343,7 @@ def _layers(checkpoint: OpenedCheckpoint) -> dict[str, set[str]]:
 def _configuration(adapters: Adapters, names: Collection[str], layers: Mapping[str, set[str]]) -> dict[str, Any]:
     """Return the content of ``adapter_config.json``."""
     adapted, others = _adapted(names), _by_module(name for name in names if not is_adapter(name))
-    # PEFT stores modules that are trained as a whole; it needs all of their tensors.
+    # PEFT stores trained modules only as a whole, with all of their tensors.
     saved = sorted(module for module in others.keys() - adapted if others[module] == layers.get(module))
     return {
         "peft_type": "LORA",
@@ -369,7 +363,7 @@ def _configuration(adapters: Adapters, names: Collection[str], layers: Mapping[s
 
 
 def _targets(adapted: set[str], layers: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield the names by which PEFT finds the layers: the last part where all layers of that name have adapters."""
+    """Yield the names by which PEFT finds layers: only the last part if all layers with it have adapters."""
     by_leaf: dict[str, set[str]] = {}
     for module in adapted:
         by_leaf.setdefault(module.rpartition(".")[2], set()).add(module)
@@ -389,7 +383,7 @@ def _verify(format: Format, directory: AnyPath, level: str, checks: CheckList) -
 
 
 def _is_peft(directory: AnyPath) -> bool:
-    """Return whether there is a configuration of adapters, and no model beside it."""
+    """Return whether there is a configuration of adapters."""
     return exists(directory / ADAPTER_CONFIG_NAME)
 
 
@@ -416,13 +410,13 @@ def _open_peft(format: Format, directory: AnyPath, verify: str, config: Config) 
     read = read_files(directory / WEIGHTS_NAME, {WEIGHTS_NAME: []}, checksums, verify, [ADAPTER_CONFIG_NAME])
     adapters = _adapters(_read_config(directory, ADAPTER_CONFIG_NAME, checksums), directory)
     names = read.headers[WEIGHTS_NAME].tensors
-    faults = [name for name in names if not name.startswith(_PREFIX) or _strange(name)]
+    faults = [name for name in names if not name.startswith(_PREFIX) or _is_of_variant(name)]
     if faults:
         raise FormatError(
             f"{count_text(len(faults), 'tensor')} of {WEIGHTS_NAME} are not of LoRA adapters.",
             where=str(directory / WEIGHTS_NAME),
             evidence=faults[:8],
-            next_step="Name adapters of peft_type LORA, without magnitudes, embeddings or biases of their own.",
+            next_step="Use adapters of peft_type LORA, without magnitudes, embeddings or adapter biases.",
         )
     shards = (
         (msgspec.structs.replace(shard, name=canonical_name(shard.name)), file, begin, width)
@@ -432,7 +426,7 @@ def _open_peft(format: Format, directory: AnyPath, verify: str, config: Config) 
     faults = [*opened.catalog.faults(), *_unpaired(opened.catalog.roles[MODEL_STATE])]
     if faults or not names:
         raise Corrupt(
-            f"{WEIGHTS_NAME} does not contain adapters that are whole.",
+            f"{WEIGHTS_NAME} does not contain complete adapters.",
             where=str(directory / WEIGHTS_NAME),
             evidence=fold(faults) or ["it contains no tensor"],
             next_step="Save the adapters again with PEFT.",
@@ -441,22 +435,22 @@ def _open_peft(format: Format, directory: AnyPath, verify: str, config: Config) 
 
 
 def _describe_peft(checkpoint: OpenedCheckpoint) -> StoredModel:
-    """Return the model by its configuration and its adapters alone: stored names are canonical."""
+    """Describe the model by its configuration and adapters; stored names are canonical, so there are no rules."""
     model = ModelDescription(checkpoint.config, adapters=checkpoint.facts.adapters)
     return StoredModel(RuleSet({}, ()), model)
 
 
 def _build_peft(checkpoint: OpenedCheckpoint) -> StoredModel:
-    """Return the stored tensors as those of a model with adapters."""
+    """Return the model with adapters that has the stored tensors."""
     return built_model(checkpoint, require_adapters(checkpoint))
 
 
-_ADVICE = "Start from them: lora_path in the YAML, or load_open_weights(model, directory) of a model with adapters."
+_ADVICE = "Start from them: set lora_path in the YAML, or call load_open_weights(model, directory) with adapters."
 
 PEFT = Format(
     name="peft",
     title="adapters (Hugging Face PEFT)",
-    predicate="holds adapters",
+    predicate="contains adapters",
     advice=_ADVICE,
     checks=("tensors",),
     recognises=_is_peft,
@@ -470,7 +464,7 @@ PEFT = Format(
 
 
 def _adapters_of_lora(values: Mapping[str, Any], directory: AnyPath) -> tuple[Adapters, int]:
-    """Return the adapters, and the degree of tensor parallelism that saved them."""
+    """Return the adapters, and the tensor-parallel degree that saved them."""
     found = [f"{key}: {values[key]!r}"[:200] for key in _UNSUPPORTED_LORA if values.get(key)]
     if found:
         raise OptionError(
@@ -502,7 +496,7 @@ def _adapters_of_lora(values: Mapping[str, Any], directory: AnyPath) -> tuple[Ad
 
 
 def _bound(model: ModelDescription, specs: Mapping[str, TensorSpec], degree: int) -> tuple[ModelDescription, RuleSet]:
-    """Return the rules of adapters of a model under a degree of tensor parallelism, in whose order they are stored."""
+    """Return the rules of adapters that were saved under this tensor-parallel degree."""
     family = family_for(model.config)
     declared = recognised_tensors(family, model, specs)
     under: list[ModelTensor] = [one.under(tp=degree) for one in declared]
@@ -568,7 +562,7 @@ def _open_lora(format: Format, directory: AnyPath, verify: str, config: Config) 
         verify: how files are compared with ``flex_checksums.json``, as for open weights.
         config: not used.
     Raises:
-        OptionError: adapters that cannot be read, such as those of LoRA-GA.
+        OptionError: the adapters are not supported, such as LoRA-GA.
         FormatError, Corrupt: a file is missing, malformed or damaged.
     """
     checksums = read_checksums(directory)
@@ -583,16 +577,16 @@ def _open_lora(format: Format, directory: AnyPath, verify: str, config: Config) 
 
 
 def _describe_lora(checkpoint: OpenedCheckpoint) -> StoredModel:
-    """Return the rules that place the stored tensors in the model of the configuration."""
+    """Return the rules between the stored tensors and canonical adapters."""
     catalog, facts = checkpoint.catalog, checkpoint.facts
     specs = {name: TensorSpec(one.shape, one.dtype) for name, one in catalog.roles[MODEL_STATE].items()}
     model = model_description(catalog.root, checkpoint.config)
     model = structs.replace(model, adapters=facts.adapters, partial=False)
     model, rules = _bound(model, specs, facts.degree)
-    faults = [*_unpaired(specs), *_of_other_shapes(model, specs)]
+    faults = [*_unpaired(specs), *_shape_faults(model, specs)]
     if faults:
         raise Corrupt(
-            f"{catalog.root} does not contain adapters that are whole, of {LORA_CONFIG_NAME} and {CONFIG_NAME}.",
+            f"{catalog.root} does not contain complete adapters for {LORA_CONFIG_NAME} and {CONFIG_NAME}.",
             where=str(catalog.root),
             evidence=fold(faults),
             next_step="Save the adapters again.",
@@ -603,7 +597,7 @@ def _describe_lora(checkpoint: OpenedCheckpoint) -> StoredModel:
 PADDLEFORMERS_LORA = Format(
     name="paddleformers-lora",
     title="adapters (PaddleFormers)",
-    predicate="holds adapters of PaddleFormers",
+    predicate="contains adapters of PaddleFormers",
     advice=_ADVICE,
     checks=("tensors",),
     recognises=_is_lora,

@@ -1,13 +1,8 @@
-"""The mapping of a model as statements that Paddle's FlexCheckpoint reads, in either direction.
+"""The mapping of a model as AOA statements for Paddle's own FlexCheckpoint, in either direction.
 
-The statements follow from the sizes in ``config.json``, or for a family alone from its tiny configuration. They are
-read back and compared with the mapping first. Statements that differ between tensor-parallel degrees need the degree.
-
-The mapping of a model as AOA text for Paddle's own FlexCheckpoint.
-
-The text is derived from the rules of the real tensors. The family adds the layouts that the language interleaves by the
-number of tensor-parallel ranks. Where a rank holds several parts in another way, as Qwen 3.5 does, text holds for the
-degree of its tensors alone.
+The statements are derived from the rules of the model in a ``config.json``, or of a family's tiny configuration, and
+verified by evaluating them. The family adds which layouts are fused per tensor-parallel rank. Some layouts, such as
+those of Qwen 3.5, need different statements for each degree.
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ _PER_RANK = {Geometry.FUSED_FFN: "fused_ffn", Geometry.FUSED_QKV_PER_RANK: "fuse
 def aoa_text(
     family: Family, model: ModelDescription, tensors: Iterable[ModelTensor], *, reverse: bool = False
 ) -> list[str]:
-    """Render the AOA statements from canonical tensors to those of a model.
+    """Render the AOA statements from canonical tensors to a model's tensors.
 
     Args:
         family: the model's family.
@@ -54,7 +49,7 @@ def aoa_text(
         tensors: every tensor of the model.
         reverse: write the statements from the model's tensors to canonical ones instead.
     Raises:
-        MappingError: for tensors that the family does not declare, and where the language cannot express their mapping.
+        MappingError: the family does not declare a tensor, or the language cannot express the mapping.
     """
     known = list(tensors)
     rules = structs.replace(bind(family, model, known), cuts={tensor.name: tensor.cuts for tensor in known})
@@ -82,7 +77,7 @@ class StatementList:
     Args:
         family: the family's name.
         direction: ``forward``, from open weights to the model, or ``reverse``.
-        aoa_statements: for ``aoa_config``.
+        aoa_statements: the statements, for ``aoa_config``.
         tp: the tensor-parallel degree that they are for; None for any.
         toy_sizes: the tiny configuration of the family; None for the model of a directory.
     """
@@ -99,13 +94,13 @@ def aoa_statements(model: str, *, reverse: bool, toy: bool = False, tp: int | No
 
     Args:
         model: a ``model_type``, or a directory with ``config.json``.
-        reverse: from the model to open weights.
-        toy: assume the sizes of the family's tiny configuration; for a family alone.
-        tp: the tensor-parallel degree of the model; None for statements of any degree.
+        reverse: map from the model to open weights.
+        toy: use the sizes of the family's tiny configuration; only for a family.
+        tp: the tensor-parallel degree of the model; None for statements that are valid for any degree.
 
     Raises:
-        OptionError: no family has this name and there is no such directory; a family without ``toy``, or a directory
-            with it; a degree that does not divide the model, or none where the statements depend on it.
+        OptionError: ``model`` is neither a family nor a directory, ``toy`` is missing for a family or set for a
+            directory, or ``tp`` does not divide the model or is required.
         MappingError: no family declares the model, or the language cannot express its mapping.
     """
     check_not_empty(model)
@@ -113,7 +108,7 @@ def aoa_statements(model: str, *, reverse: bool, toy: bool = False, tp: int | No
     if is_directory(Path(model)):
         if toy:
             raise OptionError(
-                f"{model} is a directory with sizes of its own.", where="--toy", next_step="Leave out --toy."
+                f"--toy is for families, and {model} is a directory.", where="--toy", next_step="Leave out --toy."
             )
         config = require_config(Path(model))
         family, built = family_for(config), described_by_file(config)
@@ -157,7 +152,7 @@ def _statements(family: Family, model: ModelDescription, reverse: bool, tp: int 
             )
         return rendered(tp)
     found, common = rendered(1), math.gcd(*divided.values())
-    # A layout that depends on the degree differs at the smallest one.
+    # If statements depend on the degree, they already differ between 1 and the smallest other degree.
     degree = next((one for one in range(2, common + 1) if common % one == 0), 1)
     try:
         others = rendered(degree)

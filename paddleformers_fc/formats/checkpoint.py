@@ -1,17 +1,12 @@
-"""An opened checkpoint of any format, and the records of a format and of its writer.
+"""An opened checkpoint of any format, and the definitions of formats, writers and verification results.
 
-All differences of formats are data: fields of an :class:`OpenedCheckpoint`, and the functions of a :class:`Format`.
-Load, export, digest, diff, verify, inspect and plan therefore have no branch per format. A format is one module with a
-record, and one line in :mod:`paddleformers_fc.formats.registry`.
+Formats differ only in data: the fields of an :class:`OpenedCheckpoint`, and the functions of a :class:`Format`. Load,
+export, digest, diff, verify, inspect and plan have no branches per format. A format is one module that defines a
+:class:`Format`, and one line in :mod:`paddleformers_fc.formats.registry`.
 
-The checks of one verification, with their results.
-
-Compare what the files of one checkpoint state about the run that saved it.
-
-A checksum proves that a file is what was written, and not that it belongs to the others. The facts of the manifest are
-therefore compared with the other files: steps, samples and the number of ranks with the documents of the Trainer, the
-family with the mapping. Names of files and the number of ranks are compared when the manifest is read, config.json and
-mapping.json when the mapping is used (``plan.sources``).
+Checksums prove that a file is unchanged, not that it belongs to the same checkpoint. :func:`compare_run` therefore
+compares step, samples, number of ranks and family between the manifest and other files. File names are compared when
+the manifest is read, and config.json with mapping.json when the mapping is used (``plan.sources``).
 """
 
 from __future__ import annotations
@@ -66,12 +61,12 @@ from paddleformers_fc.text import count_text, fold, natural
 if TYPE_CHECKING:
     from paddleformers_fc.formats.stock_run import Powers
 
-DEPTH_TEXT = {"size": "all there and of their sizes", "full": "every byte as it was written"}
-"""The result of a passed check of files, by level."""
+DEPTH_TEXT = {"size": "all present with the recorded sizes", "full": "every byte as it was written"}
+"""The result of a passed file check, by level."""
 
 
 UNCOMPARED = "changed bytes"
-"""The beginning of the line that lists properties without recorded checksums, which cannot be checked."""
+"""The beginning of a line about bytes that cannot be checked, because there are no checksums."""
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -89,7 +84,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class CheckList:
-    """The checks made so far, their faults and their counts."""
+    """The completed checks of a verification, with their faults and counts."""
 
     def __init__(self) -> None:
         self.made: list[Check] = []
@@ -98,7 +93,7 @@ class CheckList:
         self.impossible: list[str] = []
 
     def not_compared(self, why: str) -> None:
-        """Note that no bytes of tensors can be compared."""
+        """Record that the bytes of tensors cannot be compared."""
         self.impossible.append(f"{UNCOMPARED}: {why}")
 
     def passed(self, name: str, detail: str) -> None:
@@ -107,7 +102,7 @@ class CheckList:
 
     @contextmanager
     def required(self, name: str) -> Iterator[None]:
-        """Context manager around a check: record its fault and raise it again; a refused read is not a fault."""
+        """Context manager around a check that records its fault and raises it again. Failed reads are not faults."""
         try:
             yield
         except (CheckpointError, MappingError, MismatchError) as error:
@@ -117,7 +112,7 @@ class CheckList:
 
     @contextmanager
     def optional(self, name: str) -> Iterator[None]:
-        """Context manager around a check that the following ones do not require: record its fault and continue."""
+        """Context manager around a check that later checks do not need: records its fault and continues."""
         try:
             with self.required(name):
                 yield
@@ -127,10 +122,9 @@ class CheckList:
 
 
 def combined(faults: Sequence[FlexError]) -> FlexError | None:
-    """Return one error for the faults of several checks; None if there are none.
+    """Combine the faults of several checks into one error; None if there are none.
 
-    The first one determines the type, the place and the next step. The others follow in the evidence, except lines that
-    an earlier one contains.
+    The first fault determines type, place and next step. The others are added as evidence, without repeated lines.
     """
     if len(faults) < 2:
         return next(iter(faults), None)
@@ -145,20 +139,20 @@ def combined(faults: Sequence[FlexError]) -> FlexError | None:
 
 CONFIG_NAME = "config.json"
 RUN_ARGUMENTS = "training_args.json"
-"""The training arguments beside an export. They depend on the layout of the run, so they have no checksum."""
+"""The training arguments in an export. They depend on the layout of the run, so they have no checksum."""
 MAPPING_NAME = "mapping.json"
 _RESTORE_CONFIG = "Restore the file: save or download it again."
 _DESCRIBING = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab"})
-"""The endings of files that describe a model or its tokenizer."""
+"""The suffixes of files that describe a model or its tokenizer."""
 _OF_A_FORMAT = re.compile(
     r".*\.index\.json|training_args\.json|trainer_state\.json|model_meta\.json|flex_checksums\.json|all_results\.json"
     r"|train_results\.json|eval_results\.json|optimizer\..*|scheduler\..*|adapter_config\.json|lora_config\.json"
 )
-"""Names of documents of a run, of a format or of adapters, among files with these endings."""
+"""Files with these suffixes that belong to a run, a format or adapters instead."""
 
 REFUSE, LAST = "refuse", "last"
 TIED_WAYS = (REFUSE, "first", LAST)
-"""Which copy to read if copies of a tensor differ: none, or the copy of the first or last stage or rank."""
+"""Which copy to read if copies of a tensor differ: none, or the copy from the first or last stage or rank."""
 
 Config = Mapping[str, Any] | None
 """The content of a ``config.json``, if there is one."""
@@ -171,8 +165,8 @@ class StoredModel(msgspec.Struct, frozen=True):
     """The stored description of the model that saved a checkpoint.
 
     Args:
-        rules: how that model's tensors are made of canonical ones.
-        description: the source of the rules.
+        rules: the rules from canonical tensors to that model's tensors.
+        description: the description from which the rules were derived.
     """
 
     rules: RuleSet
@@ -180,12 +174,12 @@ class StoredModel(msgspec.Struct, frozen=True):
 
 
 class OutputFile(msgspec.Struct, frozen=True):
-    """A file of tensors that is going to be written.
+    """A file of tensors to write.
 
     Args:
         path: posix path relative to the directory.
         role: the role of its tensors.
-        tensors: whole tensors, in the order of the file.
+        tensors: complete tensors, in the order of the file.
     """
 
     path: str
@@ -196,7 +190,7 @@ class OutputFile(msgspec.Struct, frozen=True):
 def export_checksums(
     checkpoint: OpenedCheckpoint, files: Sequence[OutputFile], written: Sequence[FileChecksum]
 ) -> dict[str, bytes]:
-    """Return the document that records the checksums of all other files, as :attr:`ExportWriter.seal`."""
+    """Return the file that records the checksums of all other files; the default :attr:`ExportWriter.seal`."""
     return {CHECKSUMS_NAME: encode_checksums([one for one in written if one.path != RUN_ARGUMENTS])}
 
 
@@ -204,7 +198,7 @@ def tensor_header(metadata: dict[str, str], path: Path, shards: Sequence[Shard])
     """Return the header of a safetensors file.
 
     Args:
-        metadata: of the file.
+        metadata: the metadata of the header.
         path: the file, for errors.
         shards: its tensors, in the order of the file.
     """
@@ -215,22 +209,21 @@ def tensor_header(metadata: dict[str, str], path: Path, shards: Sequence[Shard])
 
 
 class ExportWriter(msgspec.Struct, frozen=True):
-    """The names and headers of the files of a format: the target of an export.
+    """Defines the files that an export or a conversion to a format writes.
 
     Reading, hashing, writing and commit are in ``execute``.
 
     Args:
-        marks: the files of which one makes a directory a checkpoint of this format; they are written last.
+        marks: files whose presence makes a directory a checkpoint of this format; they are written last.
         rules: returns the rules of the tensors that this format contains; None for canonical tensors.
-        files: divides the tensors that this format contains into files, for a checkpoint, all of its tensors, each
-            whole, and a bound on the tensors of one file in bytes; a larger tensor has a file of its own. Tensors of
-            other formats' roles are omitted.
-        header: returns the header of a file, for its path and its tensors in the order of the file.
-        documents: returns the files beside those with tensors, such as an index, by path relative to the directory.
-        seal: returns the documents that record the checksums of all other files, by name, in the order of writing, for
+        files: divides tensors into files, given the checkpoint, all complete tensors, and the maximum size of a file in
+            bytes. A larger tensor gets a separate file. Roles that the format does not support are omitted.
+        header: returns the header of a file, given its path and its tensors in the order of the file.
+        documents: returns the files without tensors, such as an index, by path relative to the directory.
+        seal: returns the files that record the checksums of all other files, by name and in the order of writing, given
             the files with tensors and all checksums.
-        alone: whether such a directory contains nothing else, so that no file in it is replaced.
-        numbered: a pattern for the names of files that an export replaces besides the marks.
+        alone: whether the directory must be empty or new, so that no file is replaced.
+        numbered: a pattern for names of files that an export replaces, besides the marks.
     """
 
     marks: tuple[str, ...]
@@ -245,7 +238,7 @@ class ExportWriter(msgspec.Struct, frozen=True):
     numbered: str = ""
 
     def owns(self, path: str) -> bool:
-        """Return whether an export replaces a file of an older one."""
+        """Return whether an export replaces this file of an earlier export."""
         known = path in (*self.marks, CHECKSUMS_NAME) or re.fullmatch(self.numbered, path) is not None
         return known and not self.alone
 
@@ -254,20 +247,20 @@ class Format(msgspec.Struct, frozen=True):
     """A format of checkpoints.
 
     Args:
-        name: in JSON output.
-        title: in text, as the kind of a directory.
-        predicate: in errors, behind the path of a directory.
+        name: the name in JSON output.
+        title: the name in text, as the kind of a directory.
+        predicate: the verb phrase in errors that follows the path of a directory.
         advice: how to use such a checkpoint where a flex checkpoint is required.
-        checks: the names of the checks that ``verify`` makes, in order.
-        recognises: returns whether a directory or URL is of this format, by the names of its files alone.
-        opener: the function of :meth:`open`.
-        verifier: the function of :meth:`verify`.
-        describe: returns the model whose tensors are stored, if opening does not find it.
-        build: returns the model whose tensors a conversion writes, if it is not the stored one.
-        last_copies: returns the catalog with the copies of the last rank that stored them, if several can.
+        checks: the names of the checks of ``verify``, in order.
+        recognises: returns whether a directory or URL has this format, by the names of its files.
+        opener: implements :meth:`open`.
+        verifier: implements :meth:`verify`.
+        describe: returns the model whose tensors are stored, if opening does not determine it.
+        build: returns the model whose tensors a conversion writes, if it is not the stored model.
+        last_copies: returns the catalog with the copies of the last rank, if several ranks can store the same tensor.
         roles: the roles that a checkpoint of this format can contain.
         canonical: whether stored names are canonical names, so that there is no mapping.
-        loadable: whether a live model can be filled from it.
+        loadable: whether a live model can load it.
     """
 
     name: str
@@ -289,39 +282,39 @@ class Format(msgspec.Struct, frozen=True):
         """Open a checkpoint of this format.
 
         Args:
-            directory: recognised before.
-            verify: ``off``, ``size`` or ``full``, where checksums are recorded.
-            config: the configuration of the model that reads it, for a directory that has none.
+            directory: a directory of this format.
+            verify: ``off``, ``size`` or ``full``, if checksums are recorded.
+            config: the configuration to use if the directory has none.
         Raises:
-            CheckpointError: it is damaged or malformed.
+            CheckpointError: the checkpoint is damaged or malformed.
         """
         return self.opener(self, directory, verify, config)
 
     def verify(self, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-        """Check files and tensors by everything that the format records, and return the opened checkpoint.
+        """Check files and tensors with everything that the format records, and return the opened checkpoint.
 
         Args:
-            directory: recognised before.
+            directory: a directory of this format.
             level: ``off``, ``size`` or ``full``.
-            checks: gets the checks that were made.
+            checks: receives the completed checks.
         Raises:
-            FlexError: a check that fails and that the following ones require; ``checks`` has all faults.
+            FlexError: a check failed that later checks require; ``checks`` has all faults.
         """
         return self.verifier(self, directory, level, checks)
 
 
 class FileFacts(msgspec.Struct, frozen=True):
-    """What opening files without a manifest found beside their tensors.
+    """Facts besides tensors that opening files without a manifest found.
 
     Args:
-        checksums: of the files; None if none are recorded.
-        native: files that PaddleFormers may have written in its own orientation, by their metadata.
-        rewritten: whether ``config.json`` declares a quantization, without which the weights are read.
+        checksums: recorded checksums of the files; None if there are none.
+        native: files that PaddleFormers may have written in its own orientation, judging by their metadata.
+        rewritten: whether ``config.json`` declares a quantization that is removed from the configuration.
         adapters: the configuration of adapters in the files.
-        degree: the degree of tensor parallelism that saved adapters.
-        run: the directory, if it contains the state of a Trainer.
-        powers: those of Adam's betas, in optimizer states.
-        cuts: into how many shards the axes of every weight are cut.
+        degree: the tensor-parallel degree that saved adapters.
+        run: the directory, if it contains a Trainer's state.
+        powers: powers of Adam's betas in optimizer states.
+        cuts: number of shards per axis, by weight.
         copies: tensors that several ranks stored: the name, both boxes, and the bytes per element.
     """
 
@@ -347,15 +340,15 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
         format: its format.
         catalog: the stored tensors, in stored names.
         config: the model's configuration, as in ``config.json``; empty if there is none.
-        model: the model whose tensors are stored, with its rules; None if the format has to find it.
-        facts: what opening files without a manifest found.
-        recorded: the recorded checksums of its files by path; those of the opened weight files for an export.
+        model: the model whose tensors are stored, with its rules; None if the format has to derive it.
+        facts: facts from files without a manifest.
+        recorded: the recorded checksums of its files by path; for an export, only of the opened weight files.
         commit_record: the manifest, with the training progress; None for formats without one.
         unread: whether the reader still has to compare the checksums of the bytes that it reads.
         tied: the copy of a tied tensor to read, by pipeline stage: ``first`` or ``last``. Under ``refuse`` the copies
             must be equal.
-        averaged: whether weights and master weights are read from their moving averages, where there are any.
-        held: documents that one rank has read for all, by path.
+        averaged: whether weights and master weights are read from their moving averages, if there are any.
+        held: metadata files that one rank has read for all ranks, by path.
     """
 
     format: Format
@@ -372,10 +365,10 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The commit record, or its equivalent from the files of a Trainer.
+        """The commit record, or its equivalent derived from the files of a Trainer.
 
         Raises:
-            NotACheckpoint: there is none, so that no run can resume from the checkpoint.
+            NotACheckpoint: there is neither, so no run can resume from the checkpoint.
             CheckpointError: the files of the Trainer are damaged or contradict each other.
         """
         if self.commit_record is not None:
@@ -388,7 +381,7 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def has_run(self) -> bool:
-        """Return whether it contains the state of a run beside tensors, so that :attr:`manifest` exists."""
+        """Whether the checkpoint contains the state of a run, so that :attr:`manifest` exists."""
         return self.commit_record is not None or self.facts.run is not None
 
     @cached_property
@@ -401,21 +394,21 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def built(self) -> StoredModel:
-        """The model whose tensors a conversion writes: the stored one, or that of canonical tensors."""
+        """The model whose tensors a conversion writes: the stored model, or the model built from canonical tensors."""
         return self._stored_model if self.format.build is None else self.format.build(self)
 
     @property
     def rules(self) -> RuleSet:
-        """The rules between canonical tensors and the stored ones.
+        """The rules between canonical and stored tensors.
 
         Raises:
-            FlexError: the checkpoint contains none, or its family does not declare a stored tensor.
+            FlexError: the checkpoint has no rules, or its family does not declare a stored tensor.
         """
         return self._stored_model.rules
 
     @property
     def known(self) -> ModelDescription:
-        """The description of the model, which is the source of the rules. Raises as :attr:`rules`."""
+        """The description of the model from which the rules are derived. Raises the errors of :attr:`rules`."""
         return self._stored_model.description
 
     @cached_property
@@ -432,21 +425,21 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def file_sizes(self) -> dict[str, int]:
-        """Size in bytes of every file of the checkpoint, by path; without a commit record of those with tensors."""
+        """Size in bytes of every file, by path; without a commit record, only of files with tensors."""
         if self.commit_record is not None:
             return {one.path: one.size for one in self.commit_record.files}
         root, identities = self.catalog.root, self.catalog.identities
         return {name: identities[root / name].size for name in sorted(self.files)}
 
     def document(self, name: str, most: int | None = None) -> bytes:
-        """Return the bytes of a small file after comparing them with its recorded checksum.
+        """Read a metadata file and compare it with its recorded checksum.
 
         Args:
             name: path relative to the directory.
-            most: bound on its length in bytes; None for the recorded size.
+            most: maximum length in bytes; None for the recorded size.
         Raises:
-            Corrupt: the file is missing or altered, or no checksum of it is recorded.
-            FormatError: it is longer than the bound.
+            Corrupt: the file is missing or changed, or its checksum is not recorded.
+            FormatError: it is too long.
         """
         if name in self.held:
             return self.held[name]
@@ -463,7 +456,7 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def model_files(self) -> list[str]:
-        """The files that belong into an export: configuration, tokenizer, templates."""
+        """The files that an export copies: configuration, tokenizer, templates."""
         others = (*ROLES, TRAINER_DIRECTORY)
         return sorted(
             path
@@ -473,7 +466,7 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def unrecorded(self) -> frozenset[str]:
-        """The documents without a recorded checksum, by their path in a flex checkpoint."""
+        """The metadata files without a recorded checksum, by their path in a flex checkpoint."""
         if self.facts is NO_FILES:
             return frozenset()
         found = model_documents(self.catalog.root)
@@ -484,7 +477,7 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
         return frozenset(found)
 
     def _read_unrecorded(self, name: str) -> bytes:
-        """Return one of :attr:`unrecorded`; a configuration for the weights as they are read."""
+        """Return one of :attr:`unrecorded`; ``config.json`` as it applies to the weights that are read."""
         if self.facts.run is not None and name.startswith(f"{TRAINER_DIRECTORY}/"):
             from paddleformers_fc.formats.stock_run import read_run_document
 
@@ -495,14 +488,14 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def documents(self) -> frozenset[str]:
-        """The paths of which :meth:`document` returns the bytes."""
+        """The paths that :meth:`document` can read."""
         given = [CONFIG_NAME] if self.config else []
         return self.unrecorded.union(self.recorded, given)
 
     def check_states(self) -> None:
-        """Refuse powers of Adam's betas that no step makes, in formats without checksums.
+        """Check the powers of Adam's betas, in formats without checksums.
 
-        It is called before optimizer states are loaded or converted; weights are usable without them.
+        Call this before optimizer states are loaded or converted. Weights are usable without them.
         """
         if self.facts.powers:
             from paddleformers_fc.formats.stock_run import check_powers
@@ -511,7 +504,7 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def preferred(self) -> dict[str, tuple[str, ...]]:
-        """The copies of every tied parameter, the chosen one first; empty where no copy is chosen."""
+        """The copies of every tied parameter, the chosen copy first; empty if the user chose none."""
         if self.tied == REFUSE:
             return {}
         diverged = self.commit_record.ties if self.commit_record is not None else ()
@@ -520,14 +513,14 @@ class OpenedCheckpoint(msgspec.Struct, frozen=True, dict=True):
         for tie in self.rules.ties:
             found[tie.owner] = (*found.get(tie.owner, (tie.owner,)), tie.alias)
         for owner, names in found.items():
-            # Without a record the copies are as declared: the owner is the embedding, on the first stage.
+            # Without a record the declared order applies: the owner is the embedding, on the first stage.
             ordered = sorted(names, key=lambda name: recorded.get(name, len(recorded)))
             found[owner] = tuple(ordered if self.tied == "first" else reversed(ordered))
         return found
 
 
 def with_tied(checkpoint: OpenedCheckpoint, tied: str) -> OpenedCheckpoint:
-    """Return a checkpoint of which one copy of tied tensors, and of tensors that several ranks stored, is read.
+    """Choose which copy to read of tied tensors, and of tensors that several ranks stored.
 
     Args:
         checkpoint: an opened checkpoint.
@@ -539,7 +532,7 @@ def with_tied(checkpoint: OpenedCheckpoint, tied: str) -> OpenedCheckpoint:
 
 
 def model_documents(directory: AnyPath) -> list[str]:
-    """Return the names of the documents of a directory that describe its model and its tokenizer."""
+    """Return the names of the files in a directory that describe its model and its tokenizer."""
     names = sorted(path.name for path in list_directory(directory) if is_file(path))
     return [name for name in names if PurePosixPath(name).suffix in _DESCRIBING and not _OF_A_FORMAT.fullmatch(name)]
 
@@ -548,7 +541,7 @@ def config_bytes(config: Mapping[str, Any]) -> bytes:
     """Return a configuration as the bytes of ``config.json``.
 
     Raises:
-        OptionError: JSON cannot hold it.
+        OptionError: JSON cannot represent it.
     """
     try:
         return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
@@ -561,7 +554,7 @@ def config_bytes(config: Mapping[str, Any]) -> bytes:
 
 
 def with_role(checkpoint: OpenedCheckpoint, role: str) -> OpenedCheckpoint:
-    """Return a checkpoint whose weights are those of a role.
+    """Choose which role to read as the weights.
 
     Args:
         checkpoint: an opened checkpoint.
@@ -581,7 +574,7 @@ def with_role(checkpoint: OpenedCheckpoint, role: str) -> OpenedCheckpoint:
 
 
 def require_average(checkpoint: OpenedCheckpoint) -> None:
-    """Refuse a checkpoint without a moving average of its weights.
+    """Check that a checkpoint has a moving average of its weights.
 
     Raises:
         OptionError: it has none.
@@ -591,13 +584,13 @@ def require_average(checkpoint: OpenedCheckpoint) -> None:
             f"{checkpoint.catalog.root} has no moving average of its weights.",
             where=str(checkpoint.catalog.root),
             evidence=[f"its roles are {', '.join(checkpoint.catalog.roles)}"],
-            next_step="Choose a checkpoint that a run with flex_ema_decay has saved, or read its weights.",
+            next_step="Choose a checkpoint of a run with flex_ema_decay, or read the weights instead.",
         )
 
 
 def not_recorded(root: AnyPath, name: str) -> Corrupt:
-    """Return the error for a document that a checkpoint does not have."""
-    return Corrupt(f"{root} has no recorded file {name}.", where=str(root), next_step="Use another checkpoint.")
+    """Return the error for a metadata file that a checkpoint does not list."""
+    return Corrupt(f"{root} does not list the file {name}.", where=str(root), next_step="Use another checkpoint.")
 
 
 def not_a_flex_checkpoint(format: Format, directory: AnyPath, next_step: str = "") -> NotACheckpoint:
@@ -611,14 +604,14 @@ def not_a_flex_checkpoint(format: Format, directory: AnyPath, next_step: str = "
 
 
 def check_stored_once(directory: AnyPath, faults: Sequence[str], next_step: str) -> None:
-    """Refuse a checkpoint of which tensors are not stored whole and once.
+    """Check that there are no faults of tensors that are incomplete or stored twice.
 
     Raises:
-        Corrupt: there are faults; all of them.
+        Corrupt: there are faults; the error lists all of them.
     """
     if faults:
         raise Corrupt(
-            f"The checkpoint does not contain all of its model, whole and once: {count_text(len(faults), 'fault')}.",
+            f"The checkpoint does not contain all tensors exactly once: {count_text(len(faults), 'fault')}.",
             where=str(directory),
             evidence=fold(faults),
             next_step=next_step,
@@ -626,7 +619,7 @@ def check_stored_once(directory: AnyPath, faults: Sequence[str], next_step: str)
 
 
 def parse_config(raw: bytes, path: AnyPath, next_step: str = _RESTORE_CONFIG) -> dict[str, Any]:
-    """Return a configuration, of a model or of adapters, from the bytes of its file.
+    """Parse the configuration of a model or of adapters.
 
     Raises:
         FormatError: it is not a JSON object.
@@ -634,7 +627,7 @@ def parse_config(raw: bytes, path: AnyPath, next_step: str = _RESTORE_CONFIG) ->
     try:
         config = parse_json(raw)
         if not isinstance(config, dict):
-            raise ValueError(f"it is a {type(config).__name__}, and not an object")
+            raise ValueError(f"it is a {type(config).__name__}, not an object")
     except ValueError as error:
         raise FormatError(
             f"{path.name} is not a configuration.", where=str(path), evidence=[str(error)], next_step=next_step
@@ -643,11 +636,11 @@ def parse_config(raw: bytes, path: AnyPath, next_step: str = _RESTORE_CONFIG) ->
 
 
 def grouped_by_size(tensors: Mapping[str, Shard], max_bytes: int) -> list[tuple[Shard, ...]]:
-    """Divide tensors into files, in natural order of their names, so that the same content gives the same files.
+    """Divide tensors into files, in natural order of their names, so that equal content gives equal files.
 
     Args:
-        tensors: whole tensors by name.
-        max_bytes: bound on the tensors of one file, in bytes; a larger tensor has a file of its own.
+        tensors: complete tensors by name.
+        max_bytes: maximum size of a file's tensors, in bytes; a larger tensor gets a separate file.
     """
     groups: list[list[Shard]] = []
     room = 0
@@ -667,10 +660,10 @@ AVERAGE = f"{TRAINER_DIRECTORY}/ema.json"
 
 
 def compare_run(checkpoint: OpenedCheckpoint) -> int:
-    """Read the documents of the Trainer that state facts of the run, compare them, and return their number.
+    """Compare the Trainer's metadata files with the manifest, and return their number.
 
     Raises:
-        Corrupt: see :func:`check_no_contradictions`; or a document is damaged.
+        Corrupt: see :func:`check_no_contradictions`; or a file is damaged.
     """
     names = [one for one in checkpoint.documents if one in (STATE, DATA, AVERAGE) or generators_rank(one) is not None]
     root = checkpoint.catalog.root
@@ -680,11 +673,11 @@ def compare_run(checkpoint: OpenedCheckpoint) -> int:
 
 
 def check_no_contradictions(checkpoint: OpenedCheckpoint, documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse documents of the Trainer that contradict the manifest.
+    """Check that the Trainer's metadata files agree with the manifest.
 
     Args:
         checkpoint: an opened checkpoint with the state of a run.
-        documents: its decoded documents, by path; those without facts of the run are ignored.
+        documents: its decoded metadata files, by path; files without such facts are ignored.
     Raises:
         Corrupt: with every contradiction.
     """
@@ -702,18 +695,18 @@ def check_no_contradictions(checkpoint: OpenedCheckpoint, documents: Mapping[str
             f"Files of {root} contradict each other.",
             where=str(root),
             evidence=fold(faults),
-            next_step="Use another checkpoint; one of these files was changed after it was written, or is of another.",
+            next_step="Use another checkpoint; one of these files was changed, or is from another checkpoint.",
         )
 
 
 def _family(checkpoint: OpenedCheckpoint) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the family by the description and by the manifest, if this process knows the family."""
+    """Yield the family in the description and in the manifest, if this process knows the family."""
     if checkpoint.commit_record is not None and is_known(checkpoint.known.config):
         yield "family", family_name(checkpoint.known), checkpoint.commit_record.family
 
 
 def _facts(name: str, values: Mapping[str, Any], record: Manifest) -> Iterator[tuple[str, Any, Any]]:
-    """Yield facts of a document: the subject, its value there, and its value in the manifest."""
+    """Yield facts in a metadata file: the subject, its value there, and its value in the manifest."""
     if name == STATE:
         yield "step", values.get("global_step"), record.step
         yield "samples", values.get("consumed_samples", record.consumed_samples), record.consumed_samples

@@ -1,10 +1,9 @@
 """A directory of open weights: safetensors files in canonical names.
 
 If ``model.safetensors.index.json`` exists, only the files that it lists are read. A listed file that is missing or
-lacks its tensor is an error. Tensors of listed files that the index does not list count as stored. A load that has no
-use for them is refused, because they may be scales of listed tensors. Without an index the directory must contain
-``model.safetensors``, or all of ``model-i-of-N``. Opening writes nothing. Files are compared with
-``flex_checksums.json``, which exports contain, if it exists.
+lacks its tensor is an error. Unlisted tensors in listed files also count as stored, and a load that does not use them
+fails, because they may be scales of other tensors. Without an index, the directory must contain ``model.safetensors``,
+or all of ``model-i-of-N``. Files are compared with ``flex_checksums.json``, which exports contain, if it exists.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ SINGLE_NAME = "model.safetensors"
 DEFAULT_MAX_SHARD_BYTES = 5 * 10**9
 """Default bound on the tensors of one file, in bytes."""
 
-FETCH_AGAIN = "Fetch the files again: the index and the files are not of one download."
-_NAME_ANOTHER = "Name a directory that save_pretrained or the export command wrote, or that was downloaded whole."
+FETCH_AGAIN = "Download the files again: index and files are not from the same download."
+_NAME_ANOTHER = "Name a directory that save_pretrained or the export command wrote, or a complete download."
 _EXPORT = "Export it with `paddleformers-fc export CHECKPOINT DIRECTORY`, and name that directory."
 _TORCH = (
     r"pytorch_model.*\.bin(\.index\.json)?",
@@ -87,17 +86,17 @@ _OTHER_FORMATS = (
     ),
     _TORCH,
     (r"adapter_.*|peft_model.*|lora_.*", "an adapter", "Name the directory of the model that the adapter is for."),
-    (r".*\.safetensors", "a file that no index lists", f"Fetch {INDEX_NAME} as well."),
+    (r".*\.safetensors", "a file that no index lists", f"Download {INDEX_NAME} as well."),
 )
-"""Other content of a directory, by a pattern for names of entries, with the conversion to open weights."""
+"""Other content of a directory: a pattern for file names, a description, and how to get open weights."""
 _NUMBERED = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 OF_PADDLE = ("np", "pd")
-"""The ``format`` that PaddleFormers writes into the metadata of files in its own orientation."""
+"""Values of ``format`` in the metadata of files that PaddleFormers writes in its own orientation."""
 _OF_TRAINER = ("trainer_state.json", "training_args.bin")
-"""Files of PaddleFormers' Trainer. Elsewhere other tools write ``np`` into open weights too."""
+"""Files of PaddleFormers' Trainer. Without them, ``np`` does not prove anything: other tools write it too."""
 
 MAX_INDEX_BYTES = 64 * 1024 * 1024
-"""The longest index that is read: that of 400,000 tensors."""
+"""Maximum size of an index, enough for 400,000 tensors."""
 
 
 def open_huggingface(directory: AnyPath, verify: str = "size", as_stored: bool = False) -> OpenedCheckpoint:
@@ -105,20 +104,20 @@ def open_huggingface(directory: AnyPath, verify: str = "size", as_stored: bool =
 
     Args:
         directory: safetensors files in canonical names, with their index.
-        verify: how files are compared with ``flex_checksums.json``, which exports have: ``off`` compares the index
-            alone, ``size`` sizes and the checksums of documents, ``full`` all checksums.
-        as_stored: show the numbers and scales of a quantization as they are stored, for a listing.
+        verify: how to compare files with the ``flex_checksums.json`` of exports: ``off`` compares only the index,
+            ``size`` also sizes and the checksums of metadata files, ``full`` all checksums.
+        as_stored: return the values and scales of a quantization as they are stored, for a listing.
     Raises:
-        NotACheckpoint: neither an index nor ``model.safetensors``.
-        Corrupt: files or tensors that the index lists and the directory lacks, or files that are not those that were
-            exported; all of them.
-        FormatError: an index or header that does not follow its format, or a quantization that is not supported.
+        NotACheckpoint: there is neither an index nor ``model.safetensors``.
+        Corrupt: files or tensors of the index are missing, or files differ from the exported ones; the error lists all
+            of them.
+        FormatError: an index or header is malformed, or a quantization is not supported.
         OptionError: the level is unknown.
     """
     check_level(verify)
     checksums = read_checksums(directory)
     files = _files(directory, checksums)
-    # Without the configuration nothing shows how the rows of a tensor belong to heads.
+    # The configuration is needed too: nothing else shows how the rows of a tensor belong to heads.
     documents = [INDEX_NAME] if exists(directory / INDEX_NAME) else []
     documents += [CONFIG_NAME] if CONFIG_NAME in (checksums or {}) else []
     read = read_files(directory / INDEX_NAME, files, checksums, verify, documents)
@@ -136,19 +135,19 @@ def open_huggingface(directory: AnyPath, verify: str = "size", as_stored: bool =
     )
     if not opened.catalog.count:
         where = str(directory)
-        raise Corrupt("The directory holds no tensor.", where=where, evidence=sorted(files), next_step=FETCH_AGAIN)
+        raise Corrupt("The directory contains no tensor.", where=where, evidence=sorted(files), next_step=FETCH_AGAIN)
     return opened
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The files of weights in one directory.
+    """The weight files in a directory.
 
     Args:
-        directory: of the files.
-        checksums: of the files; None if none are recorded.
-        headers: by the name of the file.
-        identities: of the files, from before the headers were read.
+        directory: the directory of the files.
+        checksums: recorded checksums of the files; None if there are none.
+        headers: headers by file name.
+        identities: identities of the files, from before the headers were read.
     """
 
     directory: AnyPath
@@ -157,7 +156,7 @@ class WeightFiles:
     identities: Identities
 
     def shards(self, files: Mapping[str, Iterable[str]]) -> Iterator[StoredShard]:
-        """Yield whole tensors, by the names of files and of tensors in them."""
+        """Yield complete tensors, given the names of tensors by file."""
         for name, tensors in files.items():
             for tensor in tensors:
                 entry = self.headers[name].tensors[tensor]
@@ -167,7 +166,7 @@ class WeightFiles:
     def opened(
         self, format: Format, shards: Iterable[StoredShard], config: dict[str, Any], facts: FileFacts
     ) -> OpenedCheckpoint:
-        """Return the opened checkpoint of some shards.
+        """Return the opened checkpoint with these shards.
 
         Raises:
             Corrupt: shards contradict each other.
@@ -189,22 +188,22 @@ def read_files(
     verify: str,
     documents: Sequence[str],
 ) -> WeightFiles:
-    """Compare files of weights with their checksums, and read their headers.
+    """Compare weight files with their checksums, and read their headers.
 
     Args:
-        index: of the files, which need not exist.
-        files: the tensors of every file of the index.
-        checksums: of the directory.
+        index: the path of the index, which need not exist.
+        files: the tensors in every file of the index.
+        checksums: recorded checksums of the directory.
         verify: ``off``, ``size`` or ``full``.
-        documents: the files beside them that are compared with their checksums.
+        documents: metadata files to compare with their checksums as well.
     Raises:
-        Corrupt: a file is not the recorded one, or lacks a tensor that the index lists in it.
-        FormatError: a header does not follow its format.
+        Corrupt: a file does not match its checksum, or lacks a tensor that the index lists in it.
+        FormatError: a header is malformed.
     """
     directory = index.parent
     if checksums is not None and verify != "off":
         verify_export(directory, checksums, verify, needed=[*files, *documents])
-    # Before the headers: the checksums must be those of the files that are read later.
+    # Take identities before headers, so that a file that is replaced later is noticed.
     identities = identities_of(directory / name for name in files)
     headers = dict(zip(files, map_paths(read_header, (directory / name for name in files), directory), strict=True))
     _check_indexed(index, files, headers)
@@ -212,11 +211,11 @@ def read_files(
 
 
 def _of_paddle(directory: AnyPath, headers: Mapping[str, Header]) -> tuple[str, ...]:
-    """Return the files that PaddleFormers or another tool wrote with the ``format`` of PaddleFormers.
+    """Return the files whose ``format`` is PaddleFormers', although another tool may have written them.
 
     Raises:
-        FormatError: PaddleFormers' Trainer wrote them with ``save_to_hf: false``: linear layers are not transposed, and
-            the shapes of square layers would not show it.
+        FormatError: PaddleFormers' Trainer wrote them with ``save_to_hf: false``. Their linear layers are not
+            transposed, which the shapes of square layers do not show.
     """
     native = tuple(sorted(name for name, header in headers.items() if header.metadata.get("format") in OF_PADDLE))
     if native and any(exists(directory / name) for name in _OF_TRAINER):
@@ -230,20 +229,21 @@ def model_orientation(directory: AnyPath, native: Sequence[str], has: str = "has
         f"{directory} {has} weights in the orientation of PaddleFormers, which save_to_hf: false writes.",
         where=str(directory / native[0]),
         evidence=[f"the metadata of {', '.join(native)} have format np or pd"],
-        next_step="Save the weights with save_to_hf: true, or use a checkpoint that has its optimizer states.",
+        next_step="Save the weights with save_to_hf: true, or use a checkpoint that contains optimizer states.",
     )
 
 
 def check_orientation(checkpoint: OpenedCheckpoint, linear: Iterable[str]) -> None:
-    """Refuse files with the ``format`` of PaddleFormers if all linear weights are square.
+    """Check that shapes prove the orientation of files with PaddleFormers' ``format``.
 
-    Shapes that fit show that another tool wrote them in the orientation of open weights; those of squares do not.
+    If the shapes match, another tool wrote the files in the orientation of open weights. Square weights match in either
+    orientation.
 
     Args:
         checkpoint: opened open weights.
-        linear: the canonical weights that a model has transposed.
+        linear: the canonical weights that are transposed in the model.
     Raises:
-        FormatError: nothing shows the orientation.
+        FormatError: all linear weights are square.
     """
     stored = checkpoint.catalog.roles[MODEL_STATE]
     native = checkpoint.facts.native
@@ -253,7 +253,7 @@ def check_orientation(checkpoint: OpenedCheckpoint, linear: Iterable[str]) -> No
 
 
 def linear_weights(rules: RuleSet) -> Iterator[str]:
-    """Yield the canonical weights that a model has transposed."""
+    """Yield the canonical weights that are transposed in the model."""
     for rule in rules.rules:
         axes = [axis for axis in rule.axes if axis >= 0]
         if axes != sorted(axes):
@@ -261,10 +261,10 @@ def linear_weights(rules: RuleSet) -> Iterator[str]:
 
 
 def read_description(directory: AnyPath, name: str) -> bytes | None:
-    """Return a small file of a directory of open weights, such as ``config.json``; None where there is none.
+    """Read a metadata file of open weights, such as ``config.json``; None if it does not exist.
 
     Raises:
-        Corrupt: the file does not match the checksum that the directory records of it.
+        Corrupt: the file does not match its recorded checksum.
         FormatError: it is too long, or not a regular file.
         StorageError: it cannot be read.
     """
@@ -278,7 +278,7 @@ def _read_document(directory: AnyPath, name: str, checksums: FileChecksums | Non
 
 
 def read_config(directory: AnyPath) -> dict[str, Any]:
-    """Return ``config.json`` after comparing it with its checksum, if one is recorded; empty if there is none.
+    """Read ``config.json`` and compare it with its recorded checksum, if any; empty if the file does not exist.
 
     Raises:
         Corrupt: it does not match its checksum.
@@ -293,7 +293,7 @@ def _read_config(directory: AnyPath, checksums: FileChecksums | None) -> dict[st
 
 
 def _files(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, list[str]]:
-    """File name -> the tensors that the index names in it; none where there is no index."""
+    """Return the weight files, with the tensors that the index lists in each; without an index, none are listed."""
     index = directory / INDEX_NAME
     if exists(index):
         return indexed_files(index, checksums)
@@ -306,7 +306,7 @@ def _files(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, lis
         return {name: [] for name in sorted(numbered)}
     others, step = _other_files(directory, _OTHER_FORMATS)
     raise NotACheckpoint(
-        "The directory holds no open weights.",
+        "The directory contains no open weights.",
         where=str(directory),
         evidence=[f"neither {INDEX_NAME} nor {SINGLE_NAME} is there", *others],
         next_step=step or _NAME_ANOTHER,
@@ -314,12 +314,12 @@ def _files(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, lis
 
 
 def torch_files(directory: AnyPath) -> tuple[list[str], str]:
-    """Return a line for PyTorch's pickles of weights, and how to make open weights of them; both empty for none."""
+    """Return a line about PyTorch's pickles of weights, and how to convert them; both empty if there are none."""
     return _other_files(directory, (_TORCH,))
 
 
 def _other_files(directory: AnyPath, formats: Iterable[tuple[str, str, str]]) -> tuple[list[str], str]:
-    """Return a line for the files of each format, and how to make open weights of the first; empty for none."""
+    """Return a line about the files of each format, and how to convert the first; both empty if there are none."""
     names = [path.name for path in list_directory(directory)]
     others = [
         (f"{_shortened(found)}: {format_name}", step)
@@ -330,10 +330,10 @@ def _other_files(directory: AnyPath, formats: Iterable[tuple[str, str, str]]) ->
 
 
 def _check_finished(directory: AnyPath) -> None:
-    """Refuse numbered files of this package without their index, which an export writes last.
+    """Check that numbered files without an index are not an incomplete export of this package.
 
     Raises:
-        NotACheckpoint: there are checksums, which only exports of this package have.
+        NotACheckpoint: they have checksums, which only exports have; an export writes the index last.
     """
     if exists(directory / CHECKSUMS_NAME):
         raise NotACheckpoint(
@@ -345,28 +345,28 @@ def _check_finished(directory: AnyPath) -> None:
 
 
 def _check_all_files(directory: AnyPath, numbered: Sequence[str]) -> None:
-    """Refuse the files of a directory without an index, unless their names count all of them.
+    """Check that the numbers in the names of files without an index are complete.
 
     Raises:
-        Corrupt: files are missing; all of them.
-        FormatError: they have numbers of two models, or no such numbers.
+        Corrupt: files are missing; the error lists all of them.
+        FormatError: the numbers are of two models, or invalid.
     """
     total, *others = sorted({name.rpartition("-of-")[2] for name in numbered})
-    due = {f"model-{place:05d}-of-{total}" for place in range(1, int(total[:5]) + 1)}
-    missing, strange = sorted(due - {*numbered}), sorted({*numbered} - due)
-    if strange:
+    expected = {f"model-{place:05d}-of-{total}" for place in range(1, int(total[:5]) + 1)}
+    missing, unexpected = sorted(expected - {*numbered}), sorted({*numbered} - expected)
+    if unexpected:
         raise FormatError(
-            f"{directory} has files of weights that do not count as one model.",
+            f"The weight files in {directory} are not numbered as one model.",
             where=str(directory),
-            evidence=[f"model-...-of-{one}" for one in (total, *others)] if others else strange,
+            evidence=[f"model-...-of-{one}" for one in (total, *others)] if others else unexpected,
             next_step=FETCH_AGAIN,
         )
     if missing:
         raise Corrupt(
-            f"{count_text(len(missing), 'file')} of weights in {directory} cannot be found.",
+            f"{count_text(len(missing), 'weight file')} in {directory} cannot be found.",
             where=str(directory),
             evidence=fold(f"{name} is missing" for name in missing),
-            next_step=f"Fetch the missing files, and {INDEX_NAME}, which lists all of them.",
+            next_step=f"Download the missing files, and {INDEX_NAME}, which lists all of them.",
         )
 
 
@@ -375,11 +375,11 @@ def _shortened(names: list[str]) -> str:
 
 
 def indexed_files(index: AnyPath, checksums: FileChecksums | None) -> dict[str, list[str]]:
-    """Return the tensors of every file of an index.
+    """Return the tensors in every file of an index.
 
     Args:
-        index: the index, beside its files.
-        checksums: with which it is compared.
+        index: the index, in the directory of its files.
+        checksums: checksums to compare it with.
     Raises:
         Corrupt: files are missing.
         FormatError: the index is malformed, or lists a file outside its directory.
@@ -396,10 +396,10 @@ def indexed_files(index: AnyPath, checksums: FileChecksums | None) -> dict[str, 
     for tensor, name in pairs:
         if not _is_plain(name):
             raise FormatError(
-                "The index names a file outside its directory.",
+                "The index lists a file outside its directory.",
                 where=str(index),
                 evidence=[repr(name)],
-                next_step="Put the files beside their index, and list them by their names alone.",
+                next_step="Put the files next to their index, and list them without a path.",
             )
         files.setdefault(name, []).append(tensor)
     there = map_paths(is_file, (index.parent / name for name in files), index)
@@ -409,20 +409,20 @@ def indexed_files(index: AnyPath, checksums: FileChecksums | None) -> dict[str, 
             f"{count_text(len(missing), 'file')} of the index cannot be found.",
             where=str(index),
             evidence=missing,
-            next_step="Fetch the missing files; nothing was loaded.",
+            next_step="Download the missing files; nothing was loaded.",
         )
     return files
 
 
 def _check_indexed(index: AnyPath, files: Mapping[str, Sequence[str]], headers: Mapping[str, Header]) -> None:
-    """Refuse files that lack tensors which their index lists in them.
+    """Check that files contain the tensors that the index lists in them.
 
     Args:
         index: the index, for errors.
-        files: the tensors of every file of the index.
-        headers: of these files.
+        files: the tensors in every file of the index.
+        headers: the headers of these files.
     Raises:
-        Corrupt: there are such files; all tensors are listed.
+        Corrupt: tensors are missing; the error lists all of them.
     """
     faults = [
         f"{tensor}: the index lists it in {name}, which lacks it"
@@ -432,7 +432,7 @@ def _check_indexed(index: AnyPath, files: Mapping[str, Sequence[str]], headers: 
     ]
     if faults:
         raise Corrupt(
-            f"The index names files that lack {count_text(len(faults), 'tensor')}.",
+            f"Files lack {count_text(len(faults), 'tensor')} of the index.",
             where=str(index),
             evidence=fold(faults),
             next_step=FETCH_AGAIN,
@@ -449,15 +449,15 @@ def _is_plain(name: str) -> bool:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"a file is called {str(value)[:100]}")
+        raise TypeError(f"a file name is {str(value)[:100]}")
     return value
 
 
 def _with_unnamed(files: dict[str, list[str]], headers: dict[str, Header], directory: AnyPath) -> dict[str, list[str]]:
-    """Return the files with their tensors: those of the index, and those that it does not list.
+    """Return the files with all their tensors, including tensors that the index does not list.
 
     Raises:
-        Corrupt: several files hold a tensor, and the index names none of them.
+        Corrupt: several files contain a tensor that the index does not list.
     """
     named = {tensor for tensors in files.values() for tensor in tensors}
     holders: dict[str, list[str]] = {}
@@ -480,10 +480,10 @@ def _with_unnamed(files: dict[str, list[str]], headers: dict[str, Header], direc
 
 
 def _no_rules(checkpoint: OpenedCheckpoint) -> None:
-    """Return None: open weights are canonical tensors.
+    """Return None, because open weights are canonical tensors.
 
     Raises:
-        OptionError: the checkpoint contains adapters, and not the model that they are for.
+        OptionError: the checkpoint contains adapters without their base.
     """
     adapters = checkpoint.known.adapters
     if adapters is not None:
@@ -499,7 +499,7 @@ def _no_rules(checkpoint: OpenedCheckpoint) -> None:
 
 
 def _weight_files(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
-    """Divide the weights into files, in natural order, so that the same content gives the same bytes everywhere."""
+    """Divide the weights into files, in natural order, so that equal content gives equal bytes."""
     groups = grouped_by_size(layout.get(MODEL_STATE, {}), max_file_bytes)
     count = len(groups)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -513,7 +513,7 @@ def _index(checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[st
 
 
 def weight_index(files: Sequence[OutputFile]) -> dict[str, Any]:
-    """Return the content of an index of weight files: the bytes of all tensors, and the file of each."""
+    """Return the content of the index of weight files: the total size, and the file of each tensor."""
     tensors = [(one, file.path) for file in files for one in file.tensors]
     return {
         "metadata": {"total_size": sum(shard_bytes(one) for one, _ in tensors)},
@@ -522,7 +522,7 @@ def weight_index(files: Sequence[OutputFile]) -> dict[str, Any]:
 
 
 def _is_open_weights(directory: AnyPath) -> bool:
-    """Return whether there is an index, the single file without one, or a numbered file."""
+    """Return whether there is an index, a single weight file, or a numbered one."""
     if exists(directory / INDEX_NAME) or exists(directory / SINGLE_NAME):
         return True
     return isinstance(directory, Path) and any(_NUMBERED.fullmatch(path.name) for path in list_directory(directory))
@@ -533,7 +533,7 @@ def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> Op
 
 
 def _verify(format: Format, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-    """Check the recorded checksums of an export, and that every tensor is in the file that the index names."""
+    """Check the recorded checksums of an export, and that every tensor is in the file that the index lists."""
     with checks.required("checksums"):
         checksums = read_checksums(directory)
     if checksums is None:
@@ -549,7 +549,7 @@ def _verify(format: Format, directory: AnyPath, level: str, checks: CheckList) -
     compared = checksums is not None and level != "off" and not checks.faults
     with checks.required("tensors"):
         opened = open_huggingface(directory, "size" if compared else "off")
-    checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each in the file that the index names")
+    checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each in the file that the index lists")
     return opened
 
 
@@ -563,9 +563,9 @@ def _build(checkpoint: OpenedCheckpoint) -> StoredModel:
 HUGGINGFACE = Format(
     name="huggingface",
     title="open weights (Hugging Face)",
-    predicate="holds open weights",
-    advice="Name a finished checkpoint-N directory. To start from open weights, name them in model_name_or_path "
-    "without resume_from_checkpoint.",
+    predicate="contains open weights",
+    advice="Name a finished checkpoint-N directory. To start from open weights, set model_name_or_path to them, and "
+    "leave out resume_from_checkpoint.",
     checks=("checksums", "tensors", "model", "equal values"),
     recognises=_is_open_weights,
     opener=_open,

@@ -1,7 +1,7 @@
-"""Facts about an opened checkpoint, from its manifest and headers alone; no tensor byte is read.
+"""Facts about an opened checkpoint, from its manifest and headers; no tensor bytes are read.
 
-A tensor is listed with its shards as they were written: a box of the tensor, or a range of a box's elements, with the
-file and the byte offset. They are read from the headers; the catalog has only the boxes that they consist of.
+Tensors are listed with their shards as they were written: a box of the tensor, or a range of a box's elements, with
+file and byte offset. This comes from the headers, because the catalog splits ranges into boxes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class JobFacts(msgspec.Struct, frozen=True):
         parallel: degree per parallel axis.
         family: the model family whose mapping was used.
         written_by: program and version.
-        differing_replicas: where its ranks held different numbers of the same part of a tensor, one line each.
-        diverged_ties: where copies of tied tensors differ, one line each; an automatic resume skips such a checkpoint.
+        differing_replicas: parts of tensors for which ranks had different values, one line each.
+        diverged_ties: tied tensors whose copies differ, one line each; an automatic resume skips such a checkpoint.
         run: id of the run; empty if no Trainer saved it.
-        branches: the runs and steps that it goes back to, first to last.
-        time: when it was saved, UTC; empty if that is not recorded.
-        host: the host that committed it; empty if that is not recorded.
+        branches: the earlier runs that it continues, with their steps, first to last.
+        time: when it was saved, UTC; empty if not recorded.
+        host: the host that committed it; empty if not recorded.
     """
 
     step: int
@@ -58,11 +58,11 @@ class RoleFacts(msgspec.Struct, frozen=True):
     """The stored tensors of one role.
 
     Attributes:
-        tensors: how many.
-        elements: numbers in them; for ``model_state`` these are the parameters.
-        bytes: of those numbers.
+        tensors: number of tensors.
+        elements: number of elements; for ``model_state``, of parameters.
+        bytes: size of the elements.
         dtypes: number of tensors by element type.
-        files: how many files hold them.
+        files: number of files that contain them.
     """
 
     tensors: int
@@ -80,8 +80,8 @@ class ShardFacts(msgspec.Struct, frozen=True):
         begin: byte offset of its first element in the file.
         bytes: its length.
         offset: first coordinate of its box on every axis.
-        shape: lengths of its box.
-        flat: for a flattened shard the range of the box's elements that is stored; else None.
+        shape: shape of its box.
+        flat: for a flattened shard, the stored range of the box's elements; else None.
     """
 
     file: str
@@ -98,9 +98,9 @@ class TensorFacts(msgspec.Struct, frozen=True):
     Attributes:
         role: its role.
         name: its name in the model that saved it; for open weights the canonical name.
-        dtype: element type by its numpy name.
+        dtype: numpy name of the element type.
         shape: global shape.
-        bytes: of the whole tensor.
+        bytes: its global size.
         pieces: its shards.
     """
 
@@ -113,7 +113,7 @@ class TensorFacts(msgspec.Struct, frozen=True):
 
 
 def job_facts(manifest: Manifest | None) -> JobFacts | None:
-    """Return the job that saved a checkpoint by its commit record; None if its format has none."""
+    """Return the job that saved a checkpoint, from its commit record; None if its format has none."""
     if manifest is None:
         return None
     return JobFacts(
@@ -168,7 +168,7 @@ def list_tensors(checkpoint: OpenedCheckpoint, pattern: str) -> list[TensorFacts
 
 
 def _stored_shards(checkpoint: OpenedCheckpoint, role: str, names: Collection[str]) -> Iterator[StoredShard]:
-    """Yield the shards of some tensors as they were written: from the index, else their boxes in the catalog."""
+    """Yield the shards of some tensors: as they were written if there is an index, else as boxes of the catalog."""
     tensors, identities = checkpoint.catalog.roles[role], checkpoint.catalog.identities
     if isinstance(identities, IndexedFiles):
         for file in sorted({file for name in names for file, _ in tensors[name].offsets}):

@@ -1,22 +1,14 @@
-"""Checkpoints of Paddle's own FlexCheckpoint: ``0.metadata`` and ``0_0.distcp``, read without running them.
+"""Checkpoints of Paddle's own FlexCheckpoint, ``0.metadata`` and ``0_0.distcp``: reading and writing.
 
-A directory of ``dist.save_state_dict`` holds one metadata file and, per rank, one file of tensors; PaddleFormers'
-Trainer writes one such directory per role. Both files are pickles. They are read as data (``storage.pickles``), and
-only the position of each array is taken from a ``.distcp``, so that any range of any tensor is read as from every other
-format. Files of the same layout in safetensors format are read too.
+``dist.save_state_dict`` writes one metadata file and one file of tensors per rank; PaddleFormers' Trainer does so in
+one directory per role. The pickles are read as data, without executing them (``storage.pickles``), and only the
+position of each array is kept. Safetensors files with the same layout are supported too. The format has no checksums
+and no commit marker: missing files, missing or unfinished metadata, and missing tensors are detected; changed bytes are
+not. Time and memory are linear in the metadata, about a microsecond and ten bytes per byte.
 
-There are no checksums and no mark of a finished save. These faults are found: metadata that is missing, unfinished or
-there twice, files that are missing or contain other tensors than the metadata lists, and tensors that are not stored
-whole. A changed byte is not found.
-
-Time and memory are linear in the metadata, about a microsecond and ten bytes per byte of it.
-
-A conversion writes the files that PaddleFormers' Trainer and ``dist.load_state_dict`` read.
-It contains the tensors of the saved model, and cuts them as that model's ranks did: the order inside a fused layer
-depends on the tensor-parallel degree, which only the cuts record. Tied tensors and their states are stored under all
-their names: in a pipeline stock reads all of them, elsewhere it reads states under the name that sorts first. Every
-role has a directory with ``0.metadata`` and files ``0_0.distcp``, ``1_0.distcp``, ...; Paddle requires the three roles
-even where one is empty. The Trainer's state is written into the files that PaddleFormers reads.
+A conversion writes files for PaddleFormers' Trainer and ``dist.load_state_dict``. It keeps the shards of the model that
+saved, because the order inside fused layers depends on the tensor-parallel degree. Tied tensors and their states are
+written under all names: a pipeline reads all of them, and others read states under the name that sorts first.
 """
 
 from __future__ import annotations
@@ -87,13 +79,13 @@ _GENERATOR = ("paddle.base.libpaddle", "GeneratorState")
 
 
 def _role_directories(directory: Path) -> dict[str, Path]:
-    """Return the directory of each role; an undivided directory contains the weights."""
-    if _is_one(directory):
+    """Return the directory of each role; a directory without subdirectories contains the weights."""
+    if _has_files(directory):
         return {MODEL_STATE: directory}
-    return {role: directory / role for role in ROLES if _is_one(directory / role)}
+    return {role: directory / role for role in ROLES if _has_files(directory / role)}
 
 
-def _is_one(directory: Path) -> bool:
+def _has_files(directory: Path) -> bool:
     if not is_directory(directory):
         return False
     names = [path.name for path in list_directory(directory)]
@@ -101,7 +93,7 @@ def _is_one(directory: Path) -> bool:
 
 
 def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
-    """Yield every stored shard of one role, with the paths relative to ``directory``."""
+    """Yield every stored shard of one role, with paths relative to ``directory``."""
     metadata = _metadata_of(place)
     arrays: dict[str, dict[str, stock.FileArray]] = {}
     missing: set[str] = set()
@@ -112,16 +104,14 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
                 missing.add(file)
                 continue
             arrays[file] = _arrays_in(place / file, (base / file).as_posix())
-        # A file has one array of a name: the metadata cannot list two shards in it.
+        # Each array can be used once: a file has only one array per name.
         array = arrays[file].pop(key, None)
-        if array is None or not _is_of(array, shard):
-            there = (
-                "it is not there or listed twice" if array is None else f"{array.dtype} {list(array.shape)} is there"
-            )
+        if array is None or not _matches(array, shard):
+            found = "it is missing or listed twice" if array is None else f"found {array.dtype} {list(array.shape)}"
             raise Corrupt(
                 f"{place / file} does not contain what the metadata lists.",
                 where=str(place / file),
-                evidence=[f"{key}: {shard.dtype} {list(shard.box.shape)} is due, {there}"],
+                evidence=[f"{key}: expected {shard.dtype} {list(shard.box.shape)}, {found}"],
                 next_step=COPY_AGAIN_STEP,
             )
         yield shard, array.file, array.begin, dtype_size(array.dtype)
@@ -134,25 +124,25 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
         )
 
 
-def _is_of(array: stock.FileArray, shard: Shard) -> bool:
-    """Return whether an array has the elements of a shard in their order: exchanged axes would change it."""
+def _matches(array: stock.FileArray, shard: Shard) -> bool:
+    """Return whether an array has the dtype and shape of a shard. With transposed axes, the order would differ."""
     shapes = {(shard.size,)} if shard.flat is not None else {(shard.size,), shard.box.shape}
     is_number = math.prod(array.shape) == shard.size == 1
     return array.dtype == shard.dtype and (is_number or array.shape in shapes)
 
 
 def _average(shard: Shard, file: str, begin: int, width: int) -> StoredShard:
-    """Return the shard of a moving average under the name of its parameter; that of a master weight has a suffix."""
+    """Return the shard of a moving average under the name of its parameter, without the suffix of master weights."""
     return msgspec.structs.replace(shard, name=shard.name.removesuffix(MASTER.suffix)), file, begin, width
 
 
 def _metadata_of(place: Path) -> Path:
-    """Return the metadata of the newest save: saves into one directory count upwards, and Paddle reads the last."""
+    """Return the metadata of the newest save. Paddle numbers saves into one directory, and reads the last."""
     names = [path.name for path in list_directory(place)]
     found = sorted((name for name in names if _METADATA.fullmatch(name)), key=lambda name: int(name.partition(".")[0]))
-    faults = [f"{name} is there: a save was killed while it wrote" for name in names if name.endswith(".metadata.lock")]
+    faults = [f"{name} exists: a save was killed while it wrote" for name in names if name.endswith(".metadata.lock")]
     if not found:
-        faults.append("0 files of metadata are there")
+        faults.append("there is no metadata file")
     elif not (place / found[-1]).stat().st_size:
         faults.append(f"{found[-1]} is empty")
     if faults:
@@ -163,7 +153,7 @@ def _metadata_of(place: Path) -> Path:
 
 
 def _stored_shards(path: Path, place: Path) -> Iterator[tuple[str, str, Shard]]:
-    """Key, file and shard of every stored shard that the metadata lists; replicas are left out."""
+    """Yield key, file and shard of every stored shard that the metadata lists, without replicas."""
     metadata = read_pickle(path)
     if not isinstance(metadata, Record) or metadata.name != "Metadata":
         raise malformed_file(path, "it contains no metadata")
@@ -202,13 +192,13 @@ def _known(path: Path, tensors: dict[Any, Any]) -> dict[str, Shard]:
 
 
 def _shard_key(name: str, record: Record) -> str:
-    """Return the text that identifies a shard of a tensor. A file cannot choose its hash, as that of numbers."""
+    """Return a text that identifies a shard. Unlike with numbers, a file cannot choose texts with equal hashes."""
     located = map(_lengths, map(record.fields.get, ("local_shape", "global_offset", "flattened_range")))
     return f"{name} {[*located]}"
 
 
 def _lengths(value: Any) -> tuple[int, ...] | None:
-    """Return a tuple of lengths; None for any other value."""
+    """Return a value as a tuple of lengths; None if it is not one."""
     if not isinstance(value, (tuple, list)) or len(value) > MAX_AXES:
         return None
     return tuple(value) if all(type(one) is int and 0 <= one <= MAX_LENGTH for one in value) else None
@@ -227,7 +217,7 @@ def _shard(name: str, record: Record) -> Shard | None:
 
 
 def _arrays_in(path: Path, name: str) -> dict[str, stock.FileArray]:
-    """Return the arrays of a file of a rank under a name of it; Paddle writes the bits of bfloat16 as integers."""
+    """Return the arrays of a rank's file. Paddle writes the bits of bfloat16 as unsigned integers."""
     if path.suffix == ".safetensors":
         found = stock.arrays_of(name, read_header(path))
     else:
@@ -237,7 +227,7 @@ def _arrays_in(path: Path, name: str) -> dict[str, stock.FileArray]:
 
 
 def _rules(checkpoint: OpenedCheckpoint) -> RuleSet:
-    """Return the rules of the stored model, or of that built from open weights, with the ties of its family."""
+    """Return the rules of the stored model, or of the model built from open weights, with its family's ties."""
     model = checkpoint.built
     stock.check_not_alternating(checkpoint.catalog.root, model)
     ties = {**model_ties(model.description), **model.rules.aliases}
@@ -246,7 +236,7 @@ def _rules(checkpoint: OpenedCheckpoint) -> RuleSet:
 
 
 def _files(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
-    """Divide the tensors of the three roles into files. Their names begin with a rank, and any rank reads any file."""
+    """Divide the tensors of the three roles into files. Their names begin with a rank, but any rank can read them."""
     rules = _rules(checkpoint)
     copies: dict[str, list[str]] = {}
     for tie in rules.ties:
@@ -268,7 +258,7 @@ def _files(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: i
 
 
 def _header(path: Path, shards: Sequence[Shard]) -> FileLayout:
-    """Return the pickle of a dict of arrays around their bytes."""
+    """Return the bytes of a pickled dict of arrays that surround the arrays' data."""
     sizes = tuple(map(shard_bytes, shards))
     arrays = [(one.name, _code(one.dtype), one.box.shape, size) for one, size in zip(shards, sizes, strict=True)]
     header, trailer = encode_array_dict(arrays)
@@ -276,7 +266,7 @@ def _header(path: Path, shards: Sequence[Shard]) -> FileLayout:
 
 
 def _documents(checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
-    """Return the metadata of every role, and the state of the Trainer as far as the checkpoint has it."""
+    """Return the metadata of every role, and the Trainer's state if the checkpoint has it."""
     found = {f"{role}/{METADATA_NAME}": _metadata([one for one in files if one.role == role]) for role in _WRITTEN}
     empty = set(_WRITTEN) - {one.role for one in files}
     found |= {f"{role}/0_0.distcp": encode_pickle({}) for role in sorted(empty)}
@@ -293,7 +283,7 @@ def _documents(checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dic
 def _seal(
     checkpoint: OpenedCheckpoint, files: Sequence[OutputFile], written: Sequence[FileChecksum]
 ) -> dict[str, bytes]:
-    """Return nothing: the format records no checksums."""
+    """Return no documents: the format records no checksums."""
     return {}
 
 
@@ -326,12 +316,12 @@ def _metadata(files: Sequence[OutputFile]) -> bytes:
 
 
 def _of_trainer(checkpoint: OpenedCheckpoint, path: str, name: str) -> dict[str, bytes]:
-    """Return the file of PaddleFormers for a document of a Trainer; none for documents that it has no file for."""
+    """Convert a Trainer document to PaddleFormers' file; return no file if PaddleFormers has none for it."""
     if name not in ("state", "scheduler", "scaler") and not name.startswith("rng-"):
         return {}
     state = state_json.decode_object(checkpoint.document(path), name)
     if name == "state":
-        from paddleformers_fc.upstream import FORMERS  # It looks for the installed libraries.
+        from paddleformers_fc.upstream import FORMERS  # This import searches for installed libraries.
 
         described = PickledObject(f"{FORMERS}.trainer.trainer_callback", "TrainerState", state)
         return {"trainer_state.bin": encode_pickle(described)}
@@ -364,19 +354,19 @@ def _code(dtype: str) -> str:
 
 
 def _is_distcp(directory: AnyPath) -> bool:
-    """Return whether there are files of ``dist.save_state_dict``, in the directory or in those of its roles."""
+    """Return whether the directory, or a directory of a role in it, has files of ``dist.save_state_dict``."""
     return isinstance(directory, Path) and bool(_role_directories(directory))
 
 
 def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> OpenedCheckpoint:
     """Open a checkpoint that Paddle wrote.
 
-    The format records neither checksums nor a mapping. The mapping is derived on first use from the family of the
-    model, by stored names, shapes and cuts. It requires a ``config.json`` in the directory.
+    The format records neither checksums nor a mapping. The mapping is derived on first use from the model's family and
+    the stored names, shapes and cuts. This requires a ``config.json``.
 
     Raises:
-        Corrupt: metadata or files that are missing, or tensors that are not stored whole; all of them.
-        FormatError: a pickle that holds more than data, or metadata or a configuration that is malformed.
+        Corrupt: metadata or files are missing, or tensors are incomplete; the error lists all of them.
+        FormatError: a pickle contains more than data, or metadata or the configuration is malformed.
     """
     directory = require_local(directory, "A checkpoint of Paddle")
     found = _role_directories(directory)
@@ -392,15 +382,15 @@ def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> Op
                 cuts[shard.name] = tuple(map(max, shard.cuts, cuts.get(shard.name, shard.cuts)))
     paths = {path for own in shards.values() for _, path, _, _ in own}
     identities = identities_of(directory / path for path in sorted(paths))
-    stated = stock.read_stock_config(directory, config)
-    return stock.open_stock(format, directory, shards, identities, (), stated, cuts)
+    stored_config = stock.read_stock_config(directory, config)
+    return stock.open_stock(format, directory, shards, identities, (), stored_config, cuts)
 
 
 PADDLE_DISTCP = Format(
     name="paddle",
     title="checkpoint of Paddle's FlexCheckpoint",
     predicate="was written by Paddle's own FlexCheckpoint",
-    advice="Name it in resume_from_checkpoint; or make a flex checkpoint of it with paddleformers-fc convert.",
+    advice="Set resume_from_checkpoint to it, or convert it to a flex checkpoint with paddleformers-fc convert.",
     checks=("tensors", "equal values"),
     recognises=_is_distcp,
     opener=_open,
@@ -419,4 +409,4 @@ DISTCP_WRITER = ExportWriter(
     seal=_seal,
     alone=True,
 )
-"""Metadata and files of arrays, one directory per role, and the files of a Trainer."""
+"""Writes one directory per role, with metadata and files of arrays, and the Trainer's files."""

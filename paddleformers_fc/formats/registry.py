@@ -1,7 +1,7 @@
-"""Find the format of a directory or URL among all formats of checkpoints.
+"""The list of all checkpoint formats; finds the format of a directory or URL.
 
-A format is a module with a :class:`~paddleformers_fc.formats.checkpoint.Format` and a line in ``FORMATS``; one that is
-written has a line in ``TARGETS`` too.
+To add a format, define a :class:`~paddleformers_fc.formats.checkpoint.Format` in a module and list it in ``FORMATS``; a
+format that conversions write is also listed in ``TARGETS``.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ TARGETS: dict[str, tuple[Format, ExportWriter]] = {
 """The formats of conversions and their writers, by the names in commands."""
 
 _NAME_A_CHECKPOINT = "Name a finished checkpoint-N directory, or a directory with safetensors files and their index."
-_COPY = "Checkpoints of Paddle and of stock Trainers are read from local directories alone: copy it to one first."
+_COPY = "Copy it to a local directory: checkpoints of Paddle and of stock Trainers are not read from URLs."
 
 
 def format_of(directory: AnyPath) -> Format | None:
-    """Return the format of a directory or URL by the names of its files alone; None if there is no checkpoint.
+    """Return the format of a directory or URL, by the names of its files; None if it is not a checkpoint.
 
     Raises:
         StorageError: the directory cannot be listed.
@@ -69,7 +69,7 @@ def format_of(directory: AnyPath) -> Format | None:
 
 
 def is_resumable(directory: AnyPath) -> bool:
-    """Return whether a directory is of another format that contains what a run resumes with, by the names in it.
+    """Return whether a directory is a resumable checkpoint of another format, by the names of its files.
 
     Raises:
         StorageError: the directory cannot be listed.
@@ -79,19 +79,19 @@ def is_resumable(directory: AnyPath) -> bool:
 
 
 def writer_of(name: str) -> ExportWriter:
-    """Return the writer of a format of exports.
+    """Return the writer of an export format.
 
     Raises:
-        OptionError: there is no such format, or exports do not write it.
+        OptionError: the format is unknown, or exports do not support it.
     """
     return _chosen("an export", EXPORTS, name)
 
 
 def conversion_target(name: str) -> tuple[Format, ExportWriter]:
-    """Return a format of conversions and its writer.
+    """Return a conversion format and its writer.
 
     Raises:
-        OptionError: there is no such format.
+        OptionError: the format is unknown, or conversions do not support it.
     """
     return _chosen("a conversion", TARGETS, name)
 
@@ -107,7 +107,7 @@ def _chosen(what: str, known: Mapping[str, _T], name: str) -> _T:
 
 
 def default_writer(checkpoint: OpenedCheckpoint) -> ExportWriter:
-    """Return the format of an export for which none is named: that of open weights, or of PEFT for adapters.
+    """Return the default export format: open weights, or PEFT for adapters.
 
     Raises:
         FlexError: the checkpoint does not describe its model.
@@ -123,9 +123,9 @@ def open_weights(directory: AnyPath, verify: str, adapters: bool) -> OpenedCheck
     Args:
         directory: open weights, or the files of adapters.
         verify: as for open weights.
-        adapters: whether the model has adapters, which are then read in place of the model.
+        adapters: whether the model has adapters; then adapters are opened, otherwise open weights.
     Raises:
-        NotACheckpoint: the directory contains neither.
+        NotACheckpoint: the directory does not contain them.
         CheckpointError: it is damaged or malformed.
     """
     if not adapters:
@@ -134,10 +134,10 @@ def open_weights(directory: AnyPath, verify: str, adapters: bool) -> OpenedCheck
         if one.recognises(directory):
             return one.open(directory, verify)
     raise NotACheckpoint(
-        f"{directory} holds no adapters.",
+        f"{directory} contains no adapters.",
         where=str(directory),
         evidence=[f"neither {adapter_files.ADAPTER_CONFIG_NAME} nor {adapter_files.LORA_CONFIG_NAME} is there"],
-        next_step="Name a directory of adapters; read the base into the model before it gets adapters.",
+        next_step="Name a directory of adapters, and load the base into the model before adapters are added.",
     )
 
 
@@ -145,7 +145,7 @@ def require_format(directory: AnyPath) -> Format:
     """Return the format of a directory or URL.
 
     Raises:
-        NotACheckpoint: no format recognises it; the error lists finished checkpoints inside it.
+        NotACheckpoint: no format recognises it; the error lists finished checkpoints in the directory.
     """
     found = format_of(directory)
     if found is not None:
@@ -177,13 +177,13 @@ def open_checkpoint(
 
     Args:
         directory: a checkpoint of any format, or a directory of open weights.
-        verify: the comparison before the first read, if checksums are recorded: ``off``, ``size`` or ``full``.
-        roles: the roles of a flex checkpoint to open, the weights among them; None for all.
+        verify: how thoroughly to check files first, if checksums are recorded: ``off``, ``size`` or ``full``.
+        roles: the roles of a flex checkpoint to open, including the weights; None for all.
         config: the model's configuration, for a directory of another format that has none.
     Raises:
         OptionError: a role is unknown, or the weights are not among the roles.
-        NotACheckpoint: no format recognises it.
-        CheckpointError: it is damaged or malformed.
+        NotACheckpoint: no format recognises the directory.
+        CheckpointError: the checkpoint is damaged or malformed.
     """
     if roles is not None:
         _check_roles(roles)
@@ -197,10 +197,10 @@ def open_checkpoint(
 
 
 def _check_roles(roles: Collection[str]) -> None:
-    """Refuse roles that cannot be opened.
+    """Check that roles are known and include the weights.
 
     Raises:
-        OptionError: a role is unknown, or the weights are not among them.
+        OptionError: they are not.
     """
     listed = isinstance(roles, Collection) and not isinstance(roles, str) and all(one in ROLES for one in roles)
     if not listed or MODEL_STATE not in roles:
@@ -208,12 +208,12 @@ def _check_roles(roles: Collection[str]) -> None:
             f"Invalid roles to open: {roles!r}.",
             where="roles",
             evidence=[f"roles: {', '.join(ROLES)}"],
-            next_step=f"Give a list of these with {MODEL_STATE} in it, or None for all.",
+            next_step=f"Give a list of these that contains {MODEL_STATE}, or None for all.",
         )
 
 
 def open_stored(directory: AnyPath) -> OpenedCheckpoint:
-    """Open a checkpoint of any format for a listing: the tensors that its files contain, also of a quantization.
+    """Open a checkpoint of any format to list the stored tensors, such as the values and scales of a quantization.
 
     Raises:
         CheckpointError: as :func:`open_checkpoint`.
@@ -224,15 +224,15 @@ def open_stored(directory: AnyPath) -> OpenedCheckpoint:
 
 
 def saved_run(directory: Path, config: Mapping[str, Any] | None = None) -> Manifest:
-    """Return the record of the run that saved a checkpoint of another format, after a look at its tensors.
+    """Return the manifest of a checkpoint of another format, after checking its tensors.
 
-    Parts of tensor-parallel ranks are not looked at without a configuration: that of the run that resumes serves.
+    Tensors of tensor-parallel ranks are not checked without a configuration; the resuming run will check them.
 
     Args:
         directory: the checkpoint.
         config: the model's configuration, for a directory that has none.
     Raises:
-        CheckpointError: it is damaged, or contains no run.
+        CheckpointError: the checkpoint is damaged, or contains no run.
     """
     try:
         opened = open_checkpoint(directory, config=config)
@@ -245,7 +245,7 @@ def saved_run(directory: Path, config: Mapping[str, Any] | None = None) -> Manif
 
 
 def read_config(directory: AnyPath) -> dict[str, Any]:
-    """Return the ``config.json`` of a directory, which need not contain a checkpoint; empty if there is none.
+    """Return the ``config.json`` of any directory; empty if there is none.
 
     Raises:
         Corrupt: the file does not match its recorded checksum.
@@ -273,7 +273,7 @@ def require_config(directory: AnyPath) -> dict[str, Any]:
 
 
 def checkpoints_advice(directory: AnyPath) -> str:
-    """Return the advice to name one of the finished checkpoints in a directory; empty if there are none."""
+    """Return a next step that lists the finished checkpoints in a directory; empty if there are none."""
     inside = sorted(
         (step, path.name)
         for path in list_directory(directory)

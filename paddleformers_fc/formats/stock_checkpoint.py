@@ -1,20 +1,13 @@
-"""The shared parts of opening a checkpoint of a stock Trainer, for all its formats of tensor files.
+"""Open checkpoints of stock Trainers: what all their formats of tensor files share.
 
-All of its formats have a ``config.json`` or none, the Trainer's files (:mod:`.stock_run`), no checksums and no mapping.
-The mapping follows from the family of the model, once it is needed.
+They have the Trainer's files (:mod:`.stock_run`), perhaps a ``config.json``, no checksums and no mapping; the mapping
+is derived from the model's family when it is needed. Tensors are in safetensors files or in pickles of ``paddle.save``,
+which are read as data (``storage.pickles``). Only the position of each array is kept.
 
-Whether the files of a checkpoint without checksums belong together, by a few of the numbers in them.
-
-Names and shapes do not show a file of another run, or one under the name of another rank. Two facts about numbers do:
-
-* a weight of 16 bits is its master weight, rounded;
-* two ranks have different parts of a tensor, with different numbers.
-
-A few tensors of every pair of files are compared, by a few numbers each. The comparison with master weights concerns
-most of them: replicas that diverged in a run are no reason to refuse it. A copy is compared byte by byte.
-
-Arrays in files of Paddle: only the place of each is kept, and tensors are gathered from the places. The files are
-safetensors, or pickles of ``paddle.save``, which are read as data (``storage.pickles``).
+Without checksums, names and shapes do not show that a file is from another run or has the name of another rank. Two
+facts do: 16-bit weights are their rounded master weights, and ranks have different values for different parts of a
+tensor. For every pair of files, a few values of a few tensors are compared with master weights, and most tensors must
+match, because replicas may have diverged in training. Suspected copies are compared byte by byte.
 """
 
 from __future__ import annotations
@@ -65,22 +58,22 @@ from paddleformers_fc.storage.safetensors import Header
 from paddleformers_fc.text import count_text, fold
 
 _TENSORS, _NUMBERS = 4, 8
-"""How many tensors of a pair of files are compared, and how many numbers of each."""
+"""How many tensors of a pair of files are compared, and how many values of each."""
 _HALF = ("bfloat16", "float16")
 _ROUNDING = 2.0**-7
-"""Bound on the relative error of a number that is rounded to bfloat16, twice the largest one."""
+"""Bound on the relative error of rounding to bfloat16: twice the largest error."""
 _LEAST = 1e-6
-"""Bound on the error of a number that is rounded to a subnormal float16."""
+"""Bound on the error of rounding to a subnormal float16."""
 _BLOCK_BYTES = 1 << 20
 
 _Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def _unlike_masters(directory: Path, catalog: Catalog) -> Iterator[str]:
-    """Yield a line for every file of weights that are not the master weights in another file."""
+def _master_mismatches(directory: Path, catalog: Catalog) -> Iterator[str]:
+    """Yield a line for every file whose weights are not the rounded master weights in another file."""
     masters = catalog.roles.get(MASTER_WEIGHT, {})
     compared: dict[tuple[str, str], list[str]] = {}
-    unlike: dict[tuple[str, str], list[str]] = {}
+    differing: dict[tuple[str, str], list[str]] = {}
     for name, weight in catalog.roles.get(MODEL_STATE, {}).items():
         master = masters.get(name + MASTER.suffix)
         if master is None or weight.form.held_dtype not in _HALF or master.dtype != MASTER.dtype:
@@ -97,22 +90,23 @@ def _unlike_masters(directory: Path, catalog: Catalog) -> Iterator[str]:
                 points = [(*common.lo[:-1], at) for at in range(common.lo[-1], common.hi[-1])][:_NUMBERS]
                 rounded = _numbers(directory, weight.form, part, points)
                 if _differ(rounded, _numbers(directory, master.form, own, points)):
-                    unlike.setdefault((part.file, own.file), []).append(name)
-    for (file, other), names in unlike.items():
+                    differing.setdefault((part.file, own.file), []).append(name)
+    for (file, other), names in differing.items():
         count = len(compared[file, other])
         if 2 * len(names) > count:
-            yield f"{file} is not of the save of {other}: {len(names)} of {count} weights are not their master weights"
+            counts = f"{len(names)} of {count} weights"
+            yield f"{file} and {other} are not from one save: {counts} are not their rounded master weights"
 
 
 def _differ(rounded: _Numbers, exact: _Numbers) -> bool:
-    """Return whether most numbers are not others, rounded."""
+    """Return whether most values differ by more than rounding explains."""
     with np.errstate(invalid="ignore"):
-        unlike = np.abs(rounded - exact) > _ROUNDING * np.abs(exact) + _LEAST
-    return 2 * int((unlike & np.isfinite(rounded)).sum()) > len(exact)
+        differing = np.abs(rounded - exact) > _ROUNDING * np.abs(exact) + _LEAST
+    return 2 * int((differing & np.isfinite(rounded)).sum()) > len(exact)
 
 
 def _numbers(directory: Path, form: StoredForm, part: StoredFragment, points: Sequence[Shape]) -> _Numbers:
-    """Return single elements of a tensor, which a stored box of it contains, as float64."""
+    """Read single elements of a stored box, as float64."""
     dtype = to_numpy(to_safetensors(form.held_dtype))
     found = []
     with open_local(directory / part.file) as file:
@@ -123,9 +117,9 @@ def _numbers(directory: Path, form: StoredForm, part: StoredFragment, points: Se
     return np.frombuffer(b"".join(found), dtype).astype(np.float64)
 
 
-def _copies(directory: Path, catalog: Catalog) -> Iterator[str]:
-    """Yield a line for every file whose parts of tensors are the numbers of other parts, in another file."""
-    for files, tensors in _alike(catalog).items():
+def _copied_files(directory: Path, catalog: Catalog) -> Iterator[str]:
+    """Yield a line for every file that contains the values of another file's parts of the same tensors."""
+    for files, tensors in _comparable_parts(catalog).items():
         first: dict[tuple[bytes, ...], int] = {}
         for at, file in enumerate(files):
             heads = tuple(_bytes(directory, parts[at], width, 0, _NUMBERS) for parts, width in tensors[:_TENSORS])
@@ -134,16 +128,16 @@ def _copies(directory: Path, catalog: Catalog) -> Iterator[str]:
                 continue
             if all(_is_equal(directory, parts[other], parts[at], width) for parts, width in tensors):
                 count = count_text(len(tensors), "tensor")
-                yield f"{file} contains the numbers of {files[other]}, in its parts of {count}"
+                yield f"{file} contains the values of {files[other]}, in its parts of {count}"
 
 
-_Alike = list[tuple[list[StoredFragment], int]]
-"""Parts of one shape of a tensor, and bytes per element."""
+_ComparableParts = list[tuple[list[StoredFragment], int]]
+"""Parts of a tensor with equal shapes, and bytes per element."""
 
 
-def _alike(catalog: Catalog) -> dict[tuple[str, ...], _Alike]:
-    """Return the tensors of which files have parts of one shape, by these files. The largest part of each counts."""
-    found: dict[tuple[str, ...], _Alike] = {}
+def _comparable_parts(catalog: Catalog) -> dict[tuple[str, ...], _ComparableParts]:
+    """Return, by files, the tensors of which these files have parts with equal shapes: the largest part in each."""
+    found: dict[tuple[str, ...], _ComparableParts] = {}
     for tensor in (one for tensors in catalog.roles.values() for one in tensors.values() if len(one.offsets) > 1):
         largest: dict[str, StoredFragment] = {}
         for part in tensor.fragments:
@@ -164,7 +158,14 @@ def _is_constant(head: bytes, width: int) -> bool:
 
 
 def _is_equal(directory: Path, one: StoredFragment, other: StoredFragment, width: int) -> bool:
-    """Return whether two stored boxes of one shape, with elements of some bytes, have the same bytes."""
+    """Return whether two stored boxes of one shape have the same bytes.
+
+    Args:
+        directory: the checkpoint.
+        one: a box.
+        other: the other box.
+        width: bytes per element.
+    """
     block = _BLOCK_BYTES // width
     return all(
         _bytes(directory, one, width, at, block) == _bytes(directory, other, width, at, block)
@@ -173,7 +174,7 @@ def _is_equal(directory: Path, one: StoredFragment, other: StoredFragment, width
 
 
 def _bytes(directory: Path, part: StoredFragment, width: int, at: int, count: int) -> bytes:
-    """Return the bytes of up to ``count`` elements of a stored box."""
+    """Read up to ``count`` elements of a stored box, from element ``at`` on."""
     with open_local(directory / part.file) as file:
         return read_range(file, part.begin + at * width, min(count, part.box.volume - at) * width)
 
@@ -188,13 +189,13 @@ StockConfig = tuple[dict[str, Any], Mapping[str, FileChecksum]]
 
 
 def read_stock_config(directory: Path, given: Mapping[str, Any] | None) -> StockConfig:
-    """Return the configuration of the model in a directory, and the checksum of ``config.json`` if it is there.
+    """Return the configuration of the model in a directory, and the checksum of ``config.json`` if it exists.
 
     Args:
-        directory: of a checkpoint.
-        given: the configuration that serves if there is none.
+        directory: the checkpoint.
+        given: the configuration to use if the directory has none.
     Raises:
-        FormatError: it is not a JSON object.
+        FormatError: the file is not a JSON object.
     """
     raw = read_description(directory, CONFIG_NAME)
     if raw is None:
@@ -204,35 +205,32 @@ def read_stock_config(directory: Path, given: Mapping[str, Any] | None) -> Stock
 
 
 def verify_stock(format: Format, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-    """Check that every tensor is stored whole and once, the numbers of states, and that none is missing.
-
-    These formats have no checksums.
-    """
+    """Check that every tensor of the model is stored exactly once, and that optimizer states are plausible."""
     checks.not_compared("this format has no checksums")
     with checks.required("tensors"):
         opened = format.open(directory, level)
         opened.check_states()
-    checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each stored whole and once")
+    checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each stored exactly once")
     if "model" in format.checks and is_known(opened.config):
         with checks.optional("model"):
             prove(opened.rules.mapping(), "The checkpoint's mapping")
             checks.passed("model", "all tensors that the configuration describes")
     elif "model" in format.checks:
-        checks.impossible.append(f"missing layers: no {CONFIG_NAME} of a known family")
+        checks.impossible.append(f"missing layers: there is no {CONFIG_NAME} of a known family")
     if level == "full" and "replicas" in format.checks:
         with checks.optional("replicas"):
             count = count_text(check_copies(opened), "array")
-            checks.passed("replicas", f"{count} of other tensor-parallel ranks equal to those of tp00")
+            checks.passed("replicas", f"{count} of other tensor-parallel ranks equal the arrays of tp00")
     return opened
 
 
 def check_copies(checkpoint: OpenedCheckpoint) -> int:
-    """Compare the tensors that several tensor-parallel ranks stored, unless one is chosen; return their number.
+    """Compare the tensors that several tensor-parallel ranks stored, and return their number.
 
-    One rank calls it before tensors are loaded or converted.
+    One rank calls this before tensors are loaded or converted. If the user chose a copy, nothing is compared.
 
     Raises:
-        Diverged: copies differ; the files are of different steps, or the ranks had diverged.
+        Diverged: copies differ; the files are from different steps, or the ranks had diverged.
     """
     copies = checkpoint.facts.copies if checkpoint.tied == REFUSE else ()
     directory = cast(Path, checkpoint.catalog.root)
@@ -243,23 +241,23 @@ def check_copies(checkpoint: OpenedCheckpoint) -> int:
     ]
     if differing:
         raise Diverged(
-            f"Ranks stored different numbers of the same tensor: {count_text(len(differing), 'array')}.",
+            f"Ranks stored different values of the same tensor: {count_text(len(differing), 'array')}.",
             where=str(directory),
             evidence=fold(differing),
-            next_step="The files are of different steps, or the ranks had diverged. Use another checkpoint, or "
+            next_step="The files are from different steps, or the ranks had diverged. Use another checkpoint, or "
             "choose the copies of the first or last tensor-parallel rank: convert or export with --tied "
-            "first|last, or name this checkpoint in resume_from_checkpoint with flex_tied: first or last.",
+            "first|last, or set resume_from_checkpoint to this checkpoint with flex_tied: first or last.",
         )
     return len(copies)
 
 
 def describe_stock(checkpoint: OpenedCheckpoint) -> StoredModel:
-    """Return the mapping that a save of this package would have stored, if it is supported.
+    """Derive the mapping that a flex checkpoint of the same model would contain.
 
     Raises:
-        NotACheckpoint: there is no configuration to name the family.
-        MappingError: the family is unknown, or does not declare what is stored.
-        Corrupt: layers of the model are missing, in formats of whole models.
+        NotACheckpoint: there is no configuration.
+        MappingError: the family is unknown, or does not declare the stored tensors.
+        Corrupt: layers of the model are missing, in formats that contain complete models.
     """
     root, cuts, weights = checkpoint.catalog.root, checkpoint.facts.cuts, checkpoint.catalog.roles[MODEL_STATE]
     tensors = [ModelTensor(name, one.shape, one.dtype, cuts[name]) for name, one in weights.items()]
@@ -273,18 +271,18 @@ def describe_stock(checkpoint: OpenedCheckpoint) -> StoredModel:
 
 
 def _check_all_layers(root: AnyPath, model: ModelDescription, rules: RuleSet) -> None:
-    """Refuse a checkpoint without tensors that its configuration describes."""
+    """Check that all tensors of the configuration's model are stored."""
     family = family_for(model.config)
     try:
-        # PaddleFormers built the model: an absent key has the meaning that it has in its classes.
+        # PaddleFormers built the model, so its defaults replace missing keys.
         built = structs.replace(model, config={**exported_keys(family, model), **model.config})
         declared = [one.under() for one in enumerate_tensors(family, built) if one.stage is not Stage.ABSENT]
-        wanted = bind(family, model, declared).mapping().sources
+        expected = bind(family, model, declared).mapping().sources
         optional = OptionalNames(family, model)
     except MappingError:
-        return  # A key that the enumeration needs is unknown: the proof of the mapping remains.
+        return  # The configuration is not sufficient to enumerate tensors. The mapping is still proved.
     known = {*rules.mapping().sources, *tied_sources(family, model), *tied_names(family, model)}
-    missing = [name for name in wanted if name not in known and optional.group(name) is None]
+    missing = [name for name in expected if name not in known and optional.group(name) is None]
     if missing:
         raise Corrupt(
             f"{root} lacks tensors of the model that {CONFIG_NAME} describes: {count_text(len(missing), 'tensor')}.",
@@ -304,26 +302,26 @@ def open_stock(
     cuts: Mapping[str, Shape],
     copies: Sequence[tuple[str, StoredFragment, StoredFragment, int]] = (),
 ) -> OpenedCheckpoint:
-    """Return the opened checkpoint of some shards.
+    """Return the opened checkpoint with these shards.
 
     Args:
-        format: the format that recognised it.
-        directory: of the checkpoint.
+        format: the format of the checkpoint.
+        directory: the checkpoint.
         shards: the stored tensors.
-        identities: of their files.
-        faults: what is wrong with the files; faults of the shards are found here.
+        identities: identities of their files.
+        faults: faults of the files; this function adds faults of the shards.
         config: the result of :func:`read_stock_config`.
-        cuts: into how many shards the axes of every weight are cut.
+        cuts: number of shards per axis, by weight.
         copies: the tensors that several ranks stored, as in :class:`FileFacts`.
     Raises:
-        Corrupt: there are faults, or files of several saves or steps; all of them.
-        FormatError: files of the Trainer are links to something outside of the directory.
+        Corrupt: there are faults, or files from several saves or steps; the error lists all of them.
+        FormatError: files of the Trainer are links that lead out of the directory.
     """
     check_no_links(directory, stock_run.run_files(directory))
     roles, contradictions = gather_roles(shards)
     catalog = Catalog(directory, roles, identities)
     check_stored_once(directory, [*faults, *contradictions, *catalog.faults()], COPY_AGAIN_STEP)
-    if foreign := [*_unlike_masters(directory, catalog), *_copies(directory, catalog)]:
+    if foreign := [*_master_mismatches(directory, catalog), *_copied_files(directory, catalog)]:
         raise Corrupt(
             f"{directory} contains files of several saves, or under the names of other ranks.",
             where=str(directory),
@@ -338,7 +336,7 @@ def open_stock(
 
 
 def check_not_alternating(directory: AnyPath, model: StoredModel) -> None:
-    """Refuse Paddle's own formats for a model whose rows of gate and up alternate: nothing in them shows the order.
+    """Check that rows of gate and up do not alternate in stacked experts: Paddle's formats do not record the order.
 
     Raises:
         OptionError: the model has such experts.
@@ -346,7 +344,7 @@ def check_not_alternating(directory: AnyPath, model: StoredModel) -> None:
     is_stacked = any(name.endswith(STACK_OF_FFN) for name in model.rules.targets)
     if is_stacked and model.description.config.get("using_sonic_moe"):
         raise OptionError(
-            "Experts of using_sonic_moe are supported in checkpoints of this package and in exports.",
+            "Experts of using_sonic_moe are only supported in checkpoints of this package and in exports.",
             where=str(directory),
             evidence=["gate and up alternate row by row in training, which Paddle's formats do not record"],
             next_step="Resume with PaddleFormers and export the weights, or train without using_sonic_moe.",
@@ -354,7 +352,7 @@ def check_not_alternating(directory: AnyPath, model: StoredModel) -> None:
 
 
 def check_no_links(directory: Path, entries: Iterable[Path]) -> None:
-    """Refuse files and directories that are links to something outside of the checkpoint.
+    """Check that no file or directory is a link that leads out of the checkpoint.
 
     Raises:
         FormatError: there are such links.
@@ -363,29 +361,29 @@ def check_no_links(directory: Path, entries: Iterable[Path]) -> None:
     outside = [str(one) for one in entries if os.path.commonpath((root, os.path.realpath(one))) != root]
     if outside:
         raise FormatError(
-            f"{directory} is a checkpoint of which parts are links to somewhere else.",
+            f"{directory} contains links that lead out of the checkpoint.",
             where=str(directory),
             evidence=outside,
-            next_step="Copy what the links lead to into the directory.",
+            next_step="Replace the links by copies of their targets.",
         )
 
 
 def model_description(directory: AnyPath, config: Mapping[str, Any], names: Iterable[str] = ()) -> ModelDescription:
-    """Return the model that a configuration describes.
+    """Return the description of the model with this configuration.
 
     Args:
-        directory: of the checkpoint, for errors.
+        directory: the checkpoint, for errors.
         config: the configuration.
-        names: of stored tensors: those of PaddleNLP's classes have the name of the family as their scope.
+        names: names of stored tensors; in PaddleNLP's classes their scope is the name of the family.
     Raises:
         NotACheckpoint: there is no configuration.
     """
     if not config:
         raise NotACheckpoint(
-            f"{directory} does not describe the model that it is of.",
+            f"{directory} does not describe the model.",
             where=str(directory),
             evidence=[f"{CONFIG_NAME} is not in it"],
-            next_step=f"{NAME_CONFIG} Other commands need a copy of it in a copy of {directory.name}.",
+            next_step=f"{NAME_CONFIG} For other commands, copy {directory.name} and add {CONFIG_NAME} to the copy.",
         )
     if any(name.startswith(f"{family_for(config).name}.") for name in names):
         config = {**config, IS_NLP: True}
@@ -393,7 +391,7 @@ def model_description(directory: AnyPath, config: Mapping[str, Any], names: Iter
 
 
 PARAMETER_NAMES = "StructuredToParameterName@@"
-"""The key of the names of parameters, which ``paddle.save`` adds to the tensors of a file."""
+"""The key under which ``paddle.save`` stores the names of parameters."""
 _DTYPES = {
     "f8": "float64",
     "f4": "float32",
@@ -417,7 +415,7 @@ class FileArray:
         file: the name of the file.
         begin: offset of its first byte.
         shape: its shape.
-        dtype: element type by its numpy name.
+        dtype: numpy name of the element type.
     """
 
     file: str
@@ -427,20 +425,20 @@ class FileArray:
 
     @property
     def fragment(self) -> StoredFragment:
-        """Its place, as that of a tensor of its shape."""
+        """Its position, as a tensor with the shape of the array."""
         return StoredFragment(self.file, self.begin, whole(self.shape))
 
     def shard(
         self, name: str, shape: Shape, box: Box | None = None, flat: tuple[int, int] | None = None, dtype: str = ""
     ) -> StoredShard:
-        """Return it as a shard of a tensor.
+        """Return the array as a shard of a tensor.
 
         Args:
-            name: of the tensor.
-            shape: of the whole tensor.
+            name: name of the tensor.
+            shape: global shape of the tensor.
             box: the part of the tensor; None for all of it.
-            flat: the range of elements of the part that the array contains; None for all of them.
-            dtype: element type of the tensor; empty if the array has the same.
+            flat: the range of the part's elements that the array contains; None for all of them.
+            dtype: dtype of the tensor; empty if it is the array's.
         """
         part = Shard(name, dtype or self.dtype, shape, box or whole(shape), flat)
         return part, self.file, self.begin, dtype_size(self.dtype)
@@ -454,10 +452,10 @@ def arrays_of(name: str, header: Header) -> dict[str, FileArray]:
 
 
 def read_arrays(path: Path, *others: str) -> tuple[dict[str, FileArray], list[dict[Any, Any]]]:
-    """Return the arrays of a pickle by name, and the content of some keys beside them: empty if they are not there.
+    """Return the arrays of a pickle by name, and the dictionaries under some other keys; empty if there is none.
 
     Raises:
-        FormatError: it contains something else.
+        FormatError: the pickle contains something else.
     """
     content = read_pickle(path)
     if not isinstance(content, dict):
@@ -472,13 +470,13 @@ def named_arrays(path: Path, content: Mapping[Any, Any]) -> dict[str, FileArray]
     """Return the arrays of a dictionary in a pickle.
 
     Raises:
-        FormatError: it contains something else.
+        FormatError: the dictionary contains something else.
     """
     return {key: _array(path, key, value) for key, value in content.items()}
 
 
 def _array(path: Path, key: Any, value: Any) -> FileArray:
-    # Tensors of a state are written as pairs of their name and their numbers.
+    # Optimizer states are written as pairs of their name and their array.
     array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
     if not isinstance(key, str) or not isinstance(array, PickledArray) or array.code not in _DTYPES:
         raise malformed_file(path, f"{quoted(key)} is not a tensor")
@@ -486,20 +484,20 @@ def _array(path: Path, key: Any, value: Any) -> FileArray:
 
 
 StoredAs = tuple[str, str, bool]
-"""Role, element type in the files if it is another one, and whether the files have the axes in reverse order."""
+"""Role, dtype in the files if it differs, and whether the axes in the files are reversed."""
 
 
 def gather_roles(
     shards: Mapping[StoredAs, Sequence[StoredShard]],
 ) -> tuple[dict[str, dict[str, StoredTensor]], list[str]]:
-    """Return the tensors of a checkpoint by role, and as text why they are not those of one checkpoint."""
+    """Return the tensors of a checkpoint by role, and the contradictions between files as text."""
     roles: dict[str, dict[str, StoredTensor]] = {}
     faults: list[str] = []
     for (role, file_dtype, turned), own in shards.items():
         tensors, contradictions = gather_shards(own)
         known = roles.setdefault(role, {})
         twice = tensors.keys() & known.keys()
-        faults += [*contradictions, *(f"{name}: ranks have stored it in different forms" for name in sorted(twice))]
+        faults += [*contradictions, *(f"{name}: ranks stored it in different forms" for name in sorted(twice))]
         forms: dict[StoredForm, StoredForm] = {}
         for name, one in tensors.items():
             form = forms.setdefault(one.form, structs.replace(one.form, file_dtype=file_dtype, turned=turned))

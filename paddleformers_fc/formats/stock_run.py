@@ -1,4 +1,4 @@
-"""The Trainer's files in checkpoints of PaddleFormers' own formats, as the documents of a flex checkpoint.
+"""Read the Trainer's files in PaddleFormers' own formats as the metadata files of a flex checkpoint.
 
 ================================  ==========================================================
 ``trainer_state.bin``, ``.json``  the Trainer's state
@@ -8,9 +8,9 @@
 ``rng_state_R.pth``               the random generators of rank R
 ================================  ==========================================================
 
-All formats of PaddleFormers' Trainer have these files in the directory of the checkpoint. All but the JSON are pickles,
-which are read as data (:mod:`paddleformers_fc.storage.pickles`). The order of the data is not stored: a position is a
-number of steps, and a run that resumes computes its samples as PaddleFormers does.
+All but the JSON file are pickles, which are read as data (:mod:`paddleformers_fc.storage.pickles`). They do not contain
+the order of the data: the position is a number of steps, from which a resumed run computes its samples as PaddleFormers
+does.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle
 from paddleformers_fc.text import count_text, fold
 
 STATES = ("trainer_state.json", "trainer_state.bin")
-"""Names of the Trainer's state, of which a checkpoint has one."""
+"""The possible names of the Trainer's state; a checkpoint has one of them."""
 ARGUMENTS, SCHEDULER, SCALER = "training_args.bin", "scheduler.pdparams", "scaler.pdparams"
 _PICKLES = {"scheduler": SCHEDULER, "scaler": SCALER}
 SIGNAL = re.compile(r"saved_signal_([0-9]{1,9})")
-"""Name of the file that a rank writes when its part of a checkpoint is written."""
+"""The name of the file that a rank writes after its part of a checkpoint."""
 
 _LOSS_OF_STEP = "loss"
-"""The key that a Trainer with a moving average adds to its state during a step; it is not a field of it."""
+"""A key that a Trainer with a moving average adds to its state during a step; it is not a field of the state."""
 _MAX_STATE_BYTES = 512 * 1024 * 1024
 _GENERATORS = re.compile(r"rng_state_(0|[1-9][0-9]{0,8})\.pth")
 _BETAS = {".beta1_pow_acc_0": "adam_beta1", ".beta2_pow_acc_0": "adam_beta2"}
-"""States that are powers of a beta, and the training argument that is this beta."""
+"""The suffixes of powers of Adam's betas, and the training arguments with the betas."""
 _TRAINED_TOGETHER = re.compile(r".*\.experts\.[0-9]+\.|[^0-9]*?\.(?=[0-9]+\.)")
-"""The beginning of the names of parameters that have gradients in the same steps."""
+"""The prefix that parameters with gradients in the same steps share."""
 _LEAST_POWER = 1e-30
-"""Powers below it have lost digits."""
+"""Smaller powers are too close to underflow to be exact."""
 COPY_AGAIN_STEP = "Use another checkpoint, or copy the files again: all of one save."
 _ALTERED_STEP = "Use another checkpoint; this one contains files of different saves, or was altered."
 _DEGREES = {
@@ -67,18 +67,18 @@ _DEGREES = {
 }
 _AVERAGE = ("save_ema_coef", "ema_interval", "ema_loss_threshold")
 _RANKS, _SEEDS = ("dp", "sharding", "pp"), ("sharding", "dp", "pp")
-"""The order of axes in which ranks are counted, and seeds of ranks. That of sep and tp, the last ones, is the same."""
+"""The order of axes that numbers ranks, and the order that numbers their seeds. Both continue with sep and tp."""
 _OF_WORLD = ("dp", "tp", "pp", "sharding", "sep")
 
 
 def run_files(directory: Path) -> list[Path]:
-    """Return the files of a directory that contain the state of a Trainer."""
+    """Return the files of a directory that contain a Trainer's state."""
     known = {*STATES, ARGUMENTS, SCHEDULER, SCALER}
     return [path for path in list_directory(directory) if path.name in known or _GENERATORS.fullmatch(path.name)]
 
 
 def has_run(directory: Path) -> bool:
-    """Return whether a directory contains the state of a Trainer."""
+    """Return whether a directory contains a Trainer's state."""
     return any(exists(directory / name) for name in STATES)
 
 
@@ -92,7 +92,7 @@ class Power:
 
     @property
     def is_valid(self) -> bool:
-        """Return whether the number shows a count of steps; others than powers are refused with their names."""
+        """Whether the number can be a power. The dtype of other numbers is reported with their names elsewhere."""
         return self.dtype == "float32" and 0 <= self.number <= 1
 
 
@@ -101,15 +101,15 @@ NO_POWERS: Powers = {}
 
 
 def read_run(directory: Path, powers: Powers = NO_POWERS) -> Manifest:
-    """Return what the files of a Trainer contain of a manifest.
+    """Return a manifest with the facts in a Trainer's files.
 
     Args:
-        directory: of the checkpoint.
-        powers: those of Adam's betas in its optimizer states.
+        directory: the checkpoint.
+        powers: the powers of Adam's betas in its optimizer states.
     Returns:
-        a record without files.
+        a manifest without files.
     Raises:
-        Corrupt: files of different steps or runs, or random generators of some ranks alone.
+        Corrupt: files are from different steps or runs, or the random generators of some ranks are missing.
         FormatError: a file is malformed.
     """
     state, arguments = _state(directory), _arguments(directory)
@@ -132,16 +132,16 @@ def read_run(directory: Path, powers: Powers = NO_POWERS) -> Manifest:
 
 
 def _check_states_of_step(directory: Path, powers: Powers, arguments: Mapping[str, Any], step: int) -> None:
-    """Refuse optimizer states that made another number of steps than the Trainer, as the powers of Adam's betas show.
+    """Check that optimizer states are from the Trainer's step, by the powers of Adam's betas.
 
     Raises:
-        Corrupt: they made another number of steps than the rounding of the powers explains.
+        Corrupt: the steps differ by more than the rounding of the powers explains.
     """
     if exists(directory / SCALER):
         return  # A loss scaler skips steps of the optimizer.
     for ending, key in _BETAS.items():
         beta = arguments.get(key)
-        # A parameter without a gradient makes no step.
+        # The smallest power has made most steps: parameters without a gradient skip steps.
         least = min((one.number for name, one in powers.items() if name.endswith(ending) and one.is_valid), default=0.0)
         if isinstance(beta, float) and 0 < beta < 1 and least > _LEAST_POWER:
             decay = -math.log(np.float32(beta))
@@ -153,10 +153,10 @@ def _check_states_of_step(directory: Path, powers: Powers, arguments: Mapping[st
 
 
 def check_states_of_one_step(directory: Path, powers: Powers) -> None:
-    """Refuse files of optimizer states that made different numbers of steps.
+    """Check that all files of optimizer states are from the same step.
 
-    The layers of a stack have their gradients in the same steps, and so have the weights of one expert. Each file with
-    powers of such parameters is compared by the one that made most steps.
+    The layers of a stack get gradients in the same steps, and so do the weights of one expert. For such parameters, the
+    smallest powers in all files must be equal.
 
     Raises:
         Corrupt: files have different powers.
@@ -179,10 +179,10 @@ def check_states_of_one_step(directory: Path, powers: Powers) -> None:
 
 
 def check_powers(directory: AnyPath, powers: Powers) -> None:
-    """Refuse optimizer states that no step makes.
+    """Check that the powers of Adam's betas are between 0 and 1. Powers of many steps underflow to 0.
 
     Raises:
-        Corrupt: powers of Adam's betas are not from 0 to 1; all of them. Powers of many steps underflow to 0.
+        Corrupt: powers are out of range; the error lists all of them.
     """
     invalid = [f"{name}: {one.number:g}" for name, one in powers.items() if not 0 <= one.number <= 1]
     if invalid:
@@ -195,7 +195,7 @@ def check_powers(directory: AnyPath, powers: Powers) -> None:
 
 
 def read_powers(directory: Path, catalog: Catalog) -> Powers:
-    """Return the powers of Adam's betas by the full name of the state. Every file is opened once."""
+    """Return the powers of Adam's betas by full name of the state. Every file is opened once."""
     endings = tuple(_BETAS)
     places: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for name, tensor in catalog.roles.get(OPTIMIZER_STATE, {}).items():
@@ -213,11 +213,11 @@ def read_powers(directory: Path, catalog: Catalog) -> Powers:
 
 
 def run_documents(directory: Path, roles: Collection[str]) -> list[str]:
-    """Return the documents of a flex checkpoint that :func:`read_run_document` makes of a Trainer's files.
+    """Return the metadata files of a flex checkpoint that :func:`read_run_document` derives from a Trainer's files.
 
     Args:
-        directory: of the checkpoint.
-        roles: the roles that are stored.
+        directory: the checkpoint.
+        roles: the stored roles.
     """
     names = {path.name for path in list_directory(directory)}
     if not names & {*STATES}:
@@ -233,7 +233,7 @@ def read_run_document(directory: Path, name: str) -> bytes:
     """Return one of :func:`run_documents`.
 
     Raises:
-        CheckpointError: a file of the Trainer is damaged, malformed or of another rank.
+        CheckpointError: a file of the Trainer is damaged, malformed or from another rank.
     """
     document = name.removeprefix(f"{TRAINER_DIRECTORY}/").removesuffix(".json")
     if document == "state":
@@ -249,37 +249,37 @@ def read_run_document(directory: Path, name: str) -> bytes:
 
 
 def check_finished(directory: Path, world_size: int) -> None:
-    """Refuse a checkpoint in which a rank has not written that it has finished its part.
+    """Check that every rank has finished its part of a checkpoint.
 
     Args:
-        directory: of the checkpoint.
+        directory: the checkpoint.
         world_size: number of ranks that saved it.
     Raises:
-        Corrupt: signals of ranks are missing.
+        Corrupt: ``saved_signal_*`` files are missing.
     """
     signals = {int(found[1]) for path in list_directory(directory) if (found := SIGNAL.fullmatch(path.name))}
     missing = sorted(set(range(world_size)) - signals)
     if missing:
         raise Corrupt(
-            f"{directory} was not finished by every rank.",
+            f"Not every rank has finished {directory}.",
             where=str(directory),
             evidence=[f"missing: saved_signal_{rank}" for rank in missing[:8]],
-            next_step="Name it in resume_from_checkpoint if you know that it is complete.",
+            next_step="Set resume_from_checkpoint to it if you know that it is complete.",
         )
 
 
 def lacking(documents: Collection[str], rank: int) -> list[str]:
-    """Return what a checkpoint of these documents does not contain of a run, for the log.
+    """Return the state of a run that a checkpoint lacks, for the log.
 
     Args:
-        documents: the paths of its documents in a flex checkpoint.
+        documents: the paths of its metadata files, as in a flex checkpoint.
         rank: the rank whose random states are needed.
     """
-    wanted = {
+    needed = {
         "scheduler": "the learning-rate scheduler",
         f"rng-{rank:05d}": "random states of this rank",
     }
-    absent = [text for name, text in wanted.items() if f"{TRAINER_DIRECTORY}/{name}.json" not in documents]
+    absent = [text for name, text in needed.items() if f"{TRAINER_DIRECTORY}/{name}.json" not in documents]
     return [*absent, "the order of the data (that of this run is used)", "checksums"]
 
 
@@ -298,13 +298,13 @@ def _state(directory: Path) -> dict[str, Any]:
             content = read_pickle(path, any_class=True)
             value = _plain(content.fields, path) if isinstance(content, Record) else None
         if not isinstance(value, dict):
-            raise malformed_file(path, "it contains no state of a Trainer")
+            raise malformed_file(path, "it contains no Trainer state")
         return {key: one for key, one in value.items() if key != _LOSS_OF_STEP}
-    raise Corrupt(f"{directory} has no state of a Trainer.", where=str(directory), next_step=_ALTERED_STEP)
+    raise Corrupt(f"{directory} has no Trainer state.", where=str(directory), next_step=_ALTERED_STEP)
 
 
 def _arguments(directory: Path) -> Mapping[str, Any]:
-    """Return the training arguments; none if they are absent, or of a kind that cannot be read as data."""
+    """Return the training arguments; empty if they are missing or cannot be read as data."""
     try:
         content = read_pickle(directory / ARGUMENTS, any_class=True)
     except FlexError:
@@ -313,20 +313,20 @@ def _arguments(directory: Path) -> Mapping[str, Any]:
 
 
 def stated_sharding(directory: Path) -> int | None:
-    """Return the number of ranks that shared the optimizer states by the training arguments; None if unknown."""
+    """Return the sharding degree of the optimizer states in the training arguments; None if unknown."""
     arguments = _arguments(directory)
     found = [arguments.get(f"sharding_parallel_{word}") for word in ("size", "degree")]  # "degree" in PaddleNLP.
     return next((one for one in found if type(one) is int and one > 0), None)
 
 
 def removes_masters(directory: Path) -> bool:
-    """Return whether the training arguments state that a unified checkpoint has no master weights."""
-    stated = _arguments(directory).get("unified_checkpoint_config")
-    return isinstance(stated, (list, tuple, str)) and "remove_master_weight" in stated
+    """Return whether a unified checkpoint has no master weights, by the training arguments."""
+    options = _arguments(directory).get("unified_checkpoint_config")
+    return isinstance(options, (list, tuple, str)) and "remove_master_weight" in options
 
 
 def _position(directory: Path) -> dict[str, Any]:
-    """Return the document of a position in the data, see ``trainer.position``."""
+    """Return the document of the data position, see ``trainer.position``."""
     record, arguments = read_run(directory), _arguments(directory)
     sizes = [arguments.get(key) for key in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     position: dict[str, Any] = {"steps": record.step, "consumed": record.consumed_samples, "pace": None}
@@ -337,12 +337,12 @@ def _position(directory: Path) -> dict[str, Any]:
 
 
 def _average(directory: Path) -> dict[str, Any]:
-    """Return the document of a moving average, see ``trainer.ema``; keys without a value in the directory are None."""
+    """Return the document of a moving average, see ``trainer.ema``; unknown values are None."""
     arguments = _arguments(directory)
     decay, interval, threshold = (arguments.get(f"zcc_{key}") for key in _AVERAGE)
     step: int | None = None
     if type(interval) is int and interval > 0:
-        # Updates are skipped under a threshold.
+        # With a threshold, updates may be skipped, so the step of the last update is unknown.
         done = _count(_state(directory), "global_step", directory)
         step = None if threshold is not None else done - done % interval
     else:
@@ -355,9 +355,9 @@ def _average(directory: Path) -> dict[str, Any]:
 
 
 def _check_all_generators(directory: Path, ranks: Collection[int], world_size: int) -> None:
-    """Refuse a directory that has the random generators of some of the ranks. One without any resumes with a warning.
+    """Check that the random generators of all ranks are present, or of none, which resumes with a warning.
 
-    Semi-automatic parallelism writes those of all ranks into one file, whose number is that of the ranks.
+    Semi-automatic parallelism writes the generators of all ranks into one file, numbered by the number of ranks.
     """
     found = [rank for rank in ranks if rank < world_size]
     if found and len(found) < world_size:
@@ -371,9 +371,9 @@ def _check_all_generators(directory: Path, ranks: Collection[int], world_size: i
 
 
 def _rank_of_seed(seed: Any, world_size: Any, arguments: Mapping[str, Any]) -> int | None:
-    """Return the rank whose generator for dropout has a seed; None if the seed does not show the rank.
+    """Return the rank whose dropout generator has this seed; None if the seed does not determine the rank.
 
-    PaddleFormers counts these seeds over the axes of the grid, from ``seed`` plus the number of ranks on.
+    PaddleFormers numbers these seeds over the axes of the grid, starting at ``seed`` plus the number of ranks.
     """
     first = arguments.get("seed")
     order = ("dp", "pp", "sharding") if arguments.get("hybrid_parallel_topo_order") == "pp_first" else _RANKS
@@ -418,13 +418,13 @@ def _generators(directory: Path, rank: int) -> bytes:
 
 
 def _generator(content: Any) -> dict[str, Any]:
-    """Return a generator of Paddle, whose pickle is a device, a seed, an offset and the engine's state as text."""
+    """Convert a generator of Paddle, which is pickled as device, seed, offset and the engine's state as text."""
     device, seed, offset, engine = content.fields[""]
     return {"device": device, "seed": seed, "offset": offset, "engine": bytes(engine).decode("latin-1")}
 
 
 def _plain(value: Any, path: Path) -> Any:
-    """Return a value of a pickle with its arrays; Paddle writes a tensor as its name and its array."""
+    """Read the arrays in a value of a pickle. Paddle pickles a tensor as its name and its array."""
     if isinstance(value, PickledArray):
         with open_local(path) as file:
             raw = read_range(file, value.begin, value.length)
@@ -453,7 +453,7 @@ def _degree(arguments: Mapping[str, Any], key: str) -> int:
 
 
 def _check_same_step(directory: Path, step: int) -> None:
-    """Refuse a scheduler, or a name of the directory, of another step. A loss scaler skips steps of the scheduler."""
+    """Check that the scheduler and the name of the directory have this step. A loss scaler makes the scheduler skip."""
     steps = {"state of the Trainer": step}
     if (named := parse_step(directory)) is not None:
         steps[f"name {directory.name}"] = named
@@ -465,13 +465,13 @@ def _check_same_step(directory: Path, step: int) -> None:
 
 
 def epoch_of(scheduler: Any) -> int | None:
-    """Return the count of steps in the content of a scheduler's file; None if it has none."""
+    """Return the number of steps of a pickled scheduler; None if it has none."""
     epoch = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
     return epoch if type(epoch) is int else None
 
 
 def different_steps(directory: Path, evidence: Sequence[str]) -> Corrupt:
-    """Return the error for a directory with files of several steps."""
+    """Return the error for a directory with files from different steps."""
     return Corrupt(
         f"{directory} contains files of different steps.",
         where=str(directory),
@@ -481,7 +481,7 @@ def different_steps(directory: Path, evidence: Sequence[str]) -> Corrupt:
 
 
 def malformed_file(path: Path, fault: str) -> FormatError:
-    """Return the error for a file with other content than that of a checkpoint."""
+    """Return the error for a malformed file of a checkpoint."""
     return FormatError(
-        f"{path} is not a file of a checkpoint of Paddle: {fault}.", where=str(path), next_step=COPY_AGAIN_STEP
+        f"{path} is not a valid file of a Paddle checkpoint: {fault}.", where=str(path), next_step=COPY_AGAIN_STEP
     )

@@ -172,7 +172,7 @@ def test_different_model_families_are_reported(tmp_path: Path) -> None:
     [
         ("moments", "Unknown role 'moments'"),
         ("ema_state", "Neither side holds a tensor of ema_state"),
-        ("optimizer_state", "open holds open weights and has no optimizer_state."),
+        ("optimizer_state", "open contains open weights and has no optimizer_state."),
     ],
 )
 def test_an_unknown_role_is_invalid_usage(one: Path, four: Path, weights: Path, role: str, text: str) -> None:

@@ -57,7 +57,7 @@ def test_an_output_directory_is_refused_with_its_checkpoints(four: Path, tmp_pat
     shutil.copytree(four, run_directory / "checkpoint-3")
     outcome = run("export", run_directory, tmp_path / "export")
     assert outcome.code == 1
-    assert "holds open weights and is not a flex checkpoint" in outcome.err
+    assert "contains open weights and is not a flex checkpoint" in outcome.err
     assert "Name a checkpoint inside it: checkpoint-3." in outcome.err
 
 

@@ -261,7 +261,7 @@ def test_a_path_that_is_too_long_to_exist_is_missing(tmp_path: Path) -> None:
 
 def test_a_checkpoint_to_resume_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, other = Path(model_of(tmp_path / "weights")), tmp_path / "all/runs/one/checkpoint-3"
-    assert "holds open weights" in fault(tmp_path, f"resume_from_checkpoint={weights}")
+    assert "contains open weights" in fault(tmp_path, f"resume_from_checkpoint={weights}")
     assert f"{weights}x does not exist" in fault(tmp_path, f"resume_from_checkpoint={weights}x")
     named = f"resume_from_checkpoint={save(other, canonical())}"
     inside = f"  next: Name a checkpoint inside it, such as {other}."

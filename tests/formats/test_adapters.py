@@ -278,8 +278,8 @@ def test_adapters_that_are_not_those_of_their_base_are_refused(
     ("shapes", "changes", "evidence"),
     [
         ({"A": (64, 4)}, {}, "q_proj.lora_A: model.layers.0.self_attn.q_proj.lora_B is missing"),
-        ({"A": (4, 64), "B": (4, 64)}, {}, "q_proj.lora_A: stored [4, 64], wanted [64, 4]"),
-        ({"A": (64, 4), "B": (4, 64)}, {"r": 8, "lora_alpha": 16}, "q_proj.lora_A: stored [64, 4], wanted [64, 8]"),
+        ({"A": (4, 64), "B": (4, 64)}, {}, "q_proj.lora_A: stored [4, 64], expected [64, 4]"),
+        ({"A": (64, 4), "B": (4, 64)}, {"r": 8, "lora_alpha": 16}, "q_proj.lora_A: stored [64, 4], expected [64, 8]"),
     ],
 )
 def test_adapters_of_paddleformers_that_are_not_whole_or_of_another_rank_are_refused(
@@ -296,7 +296,7 @@ def test_adapters_of_paddleformers_that_are_not_whole_or_of_another_rank_are_ref
     index = {"weight_map": dict.fromkeys(arrays, weights.name)}
     (source / "peft_model.safetensors.index.json").write_text(json.dumps(index))
     (source / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["AForCausalLMDeprecated"]}))
-    with pytest.raises(Corrupt, match="adapters that are whole") as refused:
+    with pytest.raises(Corrupt, match="complete adapters") as refused:
         _ = paddleformers_fc.open(source).convert(tmp_path / "flex")
     assert any(evidence in line for line in refused.value.evidence), refused.value.evidence
 

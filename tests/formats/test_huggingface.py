@@ -64,7 +64,7 @@ def test_a_directory_without_a_tensor_is_refused(tmp_path: Path, index: str | No
     save_file({}, tmp_path / "model.safetensors")
     if index is not None:
         (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(Corrupt, match="holds no tensor"):
+    with pytest.raises(Corrupt, match="contains no tensor"):
         open_huggingface(tmp_path)
 
 
@@ -97,7 +97,7 @@ def test_missing_files_of_numbered_ones_are_named(tmp_path: Path) -> None:
 def test_numbers_of_two_models_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
     for name in names:
         save_file(weights("t"), tmp_path / f"model-{name}.safetensors")
-    with pytest.raises(FormatError, match="do not count as one model"):
+    with pytest.raises(FormatError, match="are not numbered as one model"):
         open_huggingface(tmp_path)
 
 
@@ -106,7 +106,7 @@ def test_numbers_of_many_models_are_refused_in_the_memory_of_one(tmp_path: Path)
         (tmp_path / f"model-00001-of-{99_900 + count}.safetensors").touch()
     tracemalloc.start()
     try:
-        with pytest.raises(FormatError, match="do not count as one model") as caught:
+        with pytest.raises(FormatError, match="are not numbered as one model") as caught:
             open_huggingface(tmp_path)
         _, peak = tracemalloc.get_traced_memory()
     finally:

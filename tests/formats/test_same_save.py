@@ -46,18 +46,18 @@ EXPERT_STATES = ("optimizer.shard00.pdopt", "optimizer.shard01.pdopt")
 @pytest.mark.parametrize(
     ("run", "change", "names", "evidence"),
     [
-        ("half", swap, STATES, "model_state.tp00.pdparams is not of the save of optimizer.tp00.pdopt"),
-        ("half", repeat, MODELS, "model_state.tp01.pdparams contains the numbers of model_state.tp00.pdparams"),
-        ("canonical", swap, STATES, "model.tp00.safetensors is not of the save of optimizer.tp00.pdopt"),
-        ("single", repeat, MODELS, "model_state.tp01.pdparams contains the numbers of model_state.tp00.pdparams"),
-        ("slices", repeat, EXPERT_STATES, f"{EXPERT_STATES[1]} contains the numbers of {EXPERT_STATES[0]}"),
+        ("half", swap, STATES, "model_state.tp00.pdparams and optimizer.tp00.pdopt are not from one save"),
+        ("half", repeat, MODELS, "model_state.tp01.pdparams contains the values of model_state.tp00.pdparams"),
+        ("canonical", swap, STATES, "model.tp00.safetensors and optimizer.tp00.pdopt are not from one save"),
+        ("single", repeat, MODELS, "model_state.tp01.pdparams contains the values of model_state.tp00.pdparams"),
+        ("slices", repeat, EXPERT_STATES, f"{EXPERT_STATES[1]} contains the values of {EXPERT_STATES[0]}"),
         (
             "sharded",
             repeat,
             ("optimizer.tp00_shard01.pdopt", "optimizer.tp01_shard01.pdopt"),
-            "optimizer.tp01_shard01.pdopt contains the numbers of optimizer.tp00_shard01.pdopt",
+            "optimizer.tp01_shard01.pdopt contains the values of optimizer.tp00_shard01.pdopt",
         ),
-        ("experts", swap, EXPERT_STATES, f"{EXPERTS[1]} is not of the save of {EXPERT_STATES[1]}"),
+        ("experts", swap, EXPERT_STATES, f"{EXPERTS[1]} and {EXPERT_STATES[1]} are not from one save"),
     ],
     ids=lambda value: getattr(value, "__name__", value[0] if isinstance(value, tuple) else value),
 )

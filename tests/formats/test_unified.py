@@ -439,7 +439,7 @@ def with_masters_as_weights(directory: Path) -> None:
         (unmerged, FormatError, "unmerged files", "optimizer.tp00_pp00.safetensors"),
         (with_pickles, FormatError, "files of two checkpoints", "optimizer.tp00.pdopt"),
         (without_layers, Corrupt, "lacks tensors of the model", "model.layers.{4...5}.input_layernorm.weight"),
-        (with_a_link_outside, FormatError, "links to somewhere else", SECOND),
+        (with_a_link_outside, FormatError, "links that lead out of the checkpoint", SECOND),
         (quantised, Corrupt, "not contain all", "quantised states cannot be read"),
         (with_masters_as_weights, FormatError, "contain master weights", "bfloat16"),
     ],

@@ -313,7 +313,7 @@ def test_adapters_that_do_not_fit_are_refused_with_the_reason(
         changed("use_dora", True): "use_dora: True",
         changed("peft_type", "VERA"): "peft_type: VERA",
         apart: "k_proj.lora_A.weight",
-        str(ernie.base): "holds no adapters",
+        str(ernie.base): "contains no adapters",
     }
     run_on_ranks(ranks, 1, refuse_adapters, base=ernie.base, messages=messages, output_dir=tmp_path / "out")
 

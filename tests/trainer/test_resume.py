@@ -219,7 +219,7 @@ def test_what_was_named_and_is_no_checkpoint_is_called_what_it_is(tmp_path: Path
         (tmp_path / directory / file).touch()
     for directory, what, advice in (
         ("checkpoint-3", "does not exist", "resume_from_checkpoint: true"),
-        ("weights", "holds open weights", "model_name_or_path"),
+        ("weights", "contains open weights", "model_name_or_path"),
         ("checkpoint-4", "is an unfinished checkpoint", "newest finished"),
         ("notes", "is not a flex checkpoint", "newest finished"),
         ("", "is not a flex checkpoint", "checkpoint-2"),
