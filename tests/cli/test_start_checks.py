@@ -371,7 +371,7 @@ DPO = {"stage": "DPO", "sequence_parallel": True}
         (4, layout(4, 2, 8), "10 layers, empty ones included, are not divisible by pp x vpp = 4 x 2 = 8"),
         (3, EXPERTS, "expert_model_parallel_size: 2 on 3 ranks: 3 ranks in 1 pipeline stage are not a multiple of it"),
         (2, {**EXPERTS, "use_expert_parallel": False}, "2 on 2 ranks: use_expert_parallel is not true"),
-        (2, {**EXPERTS, "sharding": ""}, "2 on 2 ranks: data parallel degree 2: experts need sharding in its place"),
+        (2, {**EXPERTS, "sharding": ""}, "2 on 2 ranks: data parallel degree 2: experts need sharding instead"),
     ],
 )
 def test_a_layout_that_every_rank_would_refuse_is_refused(
