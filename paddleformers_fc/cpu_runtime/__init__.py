@@ -1,8 +1,8 @@
 """Hybrid parallelism on a machine without an accelerator, for rehearsals and tests.
 
-Paddle's CPU build trains data parallel only. After :func:`activate`, tensor, pipeline, sharding (stage 1 both
-versions, 2 and 3) and expert parallelism run over gloo through PaddleFormers' own Trainer: real ranks, real
-collectives, real checkpoints, slowly. On an accelerator this package has no effect.
+Paddle's CPU build only supports data parallelism. After :func:`activate`, tensor, pipeline, expert parallelism and
+sharding (both versions of stage 1, stages 2 and 3) also run over gloo in PaddleFormers' own Trainer, with real ranks,
+collectives and checkpoints, but slowly. On an accelerator this package has no effect.
 
 ===============================  ======================================================================
 ``patches``                      the table of patches, one row per fault of the CPU build
@@ -12,11 +12,11 @@ collectives, real checkpoints, slowly. On an accelerator this package has no eff
 ``sharding``, ``half``           sharding stages; bfloat16 training
 ``device``, ``formers``          device queries and OpenMP; assumptions of PaddleFormers' Trainer
 ``ernie_moe``                    ERNIE 4.5 MoE without fused kernels
-``launch``, ``ranks``            start and supervise ranks of this machine
+``launch``, ``ranks``            start and supervise ranks on this machine
 ``rankmain``                     the main program of a rank
 ===============================  ======================================================================
 
-:mod:`paddleformers_fc.upstream` lists the functions that the patches replace or read; activation is refused if one is
+:mod:`paddleformers_fc.upstream` lists the functions that the patches replace or read; :func:`activate` raises if one is
 missing or different. Importing this package does not import Paddle; :func:`activate` does (1 s, 2.5 s with
 PaddleFormers).
 """
@@ -35,17 +35,17 @@ _applied: tuple[str, ...] | None = None
 
 
 def activate() -> tuple[str, ...]:
-    """Patch Paddle and PaddleFormers so that hybrid parallelism runs on this process' CPU.
+    """Patch Paddle and PaddleFormers so that hybrid parallelism runs on the CPU, in this process.
 
-    Call it before ``fleet.init`` and before the Trainer's arguments are made. A second call does nothing and returns
-    what the first returned.
+    Call it before ``fleet.init`` and before the training arguments are constructed. Further calls do nothing and return
+    the first result.
 
     Returns:
-        The names of the patches in force; empty on an accelerator, where nothing is patched.
+        The names of the applied patches; empty on an accelerator.
 
     Raises:
-        EnvironmentMismatch: a function that the patches replace or read is missing or different; nothing was patched. A
-            version alone is a warning here and refused with ``flex_checkpoint: true``, see ``flex_unknown_versions``.
+        EnvironmentMismatch: a function that the patches replace or read is missing or different; nothing was patched.
+            An untested version alone is only a warning here; see ``flex_unknown_versions`` for training.
     """
     global _applied
     if _applied is None:
@@ -54,8 +54,7 @@ def activate() -> tuple[str, ...]:
 
 
 def needed() -> tuple[Hook, ...]:
-    """Return the upstream hooks that :func:`activate` will depend on; none after its call, and none on an
-    accelerator."""
+    """Return the upstream hooks of a pending :func:`activate`; none after the call, and none on an accelerator."""
     return upstream.cpu_runtime_hooks() if _applied is None else ()
 
 
@@ -65,7 +64,7 @@ def _activate() -> tuple[str, ...]:
         return ()
     upstream.require(hooks)
     for line in upstream.unknown_versions():
-        _log.warning("CPU runtime: %s. The patches are written for the known version.", line)
+        _log.warning("CPU runtime: %s. The patches are written for the tested version.", line)
     from . import patches
 
     names = patches.apply_all()

@@ -1,11 +1,10 @@
-"""Change a function or an attribute of another package: for all of its users, or for one of its modules.
+"""Replace a function or an attribute of another package, for all modules or for one.
 
-:func:`replace_everywhere` is for all users. A function that other modules have imported by name exists under all those
-names, and assigning it in its home module changes one of them.
+:func:`replace_everywhere` also replaces a function in modules that have imported it by name. Assigning it in its home
+module would not change these.
 
-:class:`ModuleView` is for one module. A module that has executed ``import paddle`` calls ``paddle.get_device()``. A
-view of ``paddle`` in its global name ``paddle`` changes the result there, and ``paddle.get_device`` stays the same for
-all other modules.
+:class:`ModuleView` changes what one module sees. If that module has a view of ``paddle`` as its global ``paddle``, its
+calls of ``paddle.get_device()`` change, and all other modules still call the original.
 
 Time: one pass over ``sys.modules`` per replaced function (about 1 ms for 3,000 modules).
 """
@@ -19,7 +18,7 @@ from typing import Any
 
 
 def replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> int:
-    """Bind ``replacement`` wherever an imported module holds ``original`` under ``original.__name__``.
+    """Bind ``replacement`` in every imported module in which ``original.__name__`` is ``original``.
 
     Args:
         original: the function as its home module defines it.
@@ -38,14 +37,14 @@ def replace_everywhere(original: Callable[..., Any], replacement: Callable[..., 
 
 
 class ModuleView(ModuleType):
-    """A proxy of a module, with other values of a few attributes.
+    """A proxy of a module with different values for some attributes.
 
-    It is assigned to the global name of one importing module, in place of the real module::
+    Assign it to the global name of an importing module::
 
         group_sharded_stage3.paddle = ModuleView(paddle, get_device=lambda: "cpu:0")
 
     Args:
-        module: the real module, which is not changed. It provides all other attributes, at the time of each use.
+        module: the real module, which is not changed. All other attributes are looked up in it at each use.
         changes: the attributes that differ, by name.
     """
 

@@ -1,13 +1,13 @@
 """The collectives that ``ProcessGroupGloo`` lacks or computes wrongly.
 
-Gloo in Paddle has all_reduce, broadcast, reduce, all_gather, scatter and gather. Hybrid parallelism also calls their
-``*_on_calc_stream`` twins, reduce_scatter and all_to_all. The twins are the same operation, because a CPU has no
-streams. reduce_scatter is an all_reduce of which each rank keeps its part. all_to_all consists of messages
-(:mod:`.p2p`). Sums of float16 and bfloat16 are computed in float32 and rounded once: gloo's own float16 sum is inf.
-Every collective is complete when it returns, for every value of ``sync_op``.
+Paddle's gloo has all_reduce, broadcast, reduce, all_gather, scatter and gather. Hybrid parallelism also calls their
+``*_on_calc_stream`` variants, which are the same on a CPU, and reduce_scatter and all_to_all. Here reduce_scatter is an
+all_reduce of which each rank keeps its part, and all_to_all sends messages (:mod:`.p2p`). Sums of float16 and bfloat16
+are computed in float32 and rounded once, because gloo's own float16 sum is inf. Every collective is complete when it
+returns, for every value of ``sync_op``.
 
-Cost: reduce_scatter moves the whole tensor to every rank (n times the bytes that NCCL moves); all_to_all moves exactly
-the bytes that are requested.
+Cost: reduce_scatter moves the full tensor to every rank (n times the bytes that NCCL moves); all_to_all moves only the
+requested bytes.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def _completed(name: str, count: int | None = None) -> Callable[..., p2p.Done]:
     """Wrap a collective of gloo so that it is complete when it returns.
 
     Args:
-        name: of the method.
-        count: arguments before ``sync_op``, which the ``*_on_calc_stream`` names lack; None if there are two overloads.
+        name: the name of the method.
+        count: number of arguments before ``sync_op``, which the ``*_on_calc_stream`` variants lack; None if there are
+            two overloads.
     """
     collective = getattr(_Gloo, name)
 
@@ -72,11 +73,11 @@ def _all_gather_into_tensor(self: Any, out: Any, tensor: Any, sync_op: bool = Tr
 
 
 def _reduce_scatter_tensor(self: Any, out: Any, tensor: Any, op: Any = _SUM, sync_op: bool = True) -> p2p.Done:
-    whole = tensor.detach().clone()
-    _all_reduce(self, whole, op)
+    total = tensor.detach().clone()
+    _all_reduce(self, total, op)
     share = int(np.prod(out.shape, dtype=np.int64))
     start = self.rank() * share
-    _overwrite(out, whole.flatten()[start : start + share])
+    _overwrite(out, total.flatten()[start : start + share])
     return p2p.DONE
 
 
@@ -118,7 +119,7 @@ def _overwrite(target: Any, source: Any) -> None:
 
 
 def apply() -> None:
-    """Give ``ProcessGroupGloo`` its collectives, each also under its ``*_on_calc_stream`` name."""
+    """Set the collectives on ``ProcessGroupGloo``, also under their ``*_on_calc_stream`` names."""
     methods: dict[str, Callable[..., Any]] = {
         "broadcast": _completed("broadcast", 2),
         "all_gather": _completed("all_gather"),
@@ -136,6 +137,6 @@ def apply() -> None:
     for name, method in methods.items():
         setattr(_Gloo, name, method)
         setattr(_Gloo, f"{name}_on_calc_stream", method)
-    # The names of older versions, which a few callers still use.
+    # Old names, which a few callers still use.
     for older, name in {"alltoall": "all_to_all", "alltoall_single": "all_to_all_single"}.items():
         setattr(_Gloo, older, methods[name])

@@ -1,17 +1,14 @@
-"""Device queries that a CPU build answers with an error, and the begin of its OpenMP runtime.
+"""Device queries that fail in a CPU build, and the initialization of its OpenMP runtime.
 
-``Tensor.cuda`` and ``paddle.device.synchronize`` raise, ``ParallelEnv.device_id`` is never set, and the fusion of
-tensors into one buffer has alignments for accelerators only. Each query returns the answer for a machine whose one
-device is its memory.
+``Tensor.cuda`` and ``paddle.device.synchronize`` raise, ``ParallelEnv.device_id`` is never set, and tensor fusion has
+alignments for accelerators only. Here each returns the answer for a machine whose only device is main memory.
 
-Paddle's CPU build contains Intel's OpenMP. At its first use in a process, which is the first forward pass, it adds a
-variable (``__KMP_REGISTERED_LIB_<process id>``). A new name may move the table of the environment, and other threads
-read that table without a lock: Hugging Face's tokenizers read ``TOKENIZERS_PARALLELISM`` at each text, in the thread of
-a data loader. Of 1,700 trainings by PaddleFormers' command line on a loaded machine, three ended there with a
-segmentation fault. So a rank begins OpenMP before it has such threads.
+Intel's OpenMP, which Paddle's CPU build contains, sets an environment variable at its first use in a process, the first
+forward pass. This may move the environment while other threads read it without a lock, such as Hugging Face's
+tokenizers in a data loader. Of 1,700 trainings on a loaded machine, three ended there with a segmentation fault. So a
+rank initializes OpenMP before it has such threads.
 
-Cost: under a millisecond for OpenMP, again in a forked process. ``Tensor.cuda`` copies, as on an accelerator: callers
-overwrite what they have moved.
+Cost: under a millisecond for OpenMP, once per forked process. ``Tensor.cuda`` copies, because callers overwrite it.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ import paddle
 from paddle.distributed import parallel
 from paddle.distributed.fleet.utils import tensor_fusion_helper
 
-# The alignment of a GPU, so that fused buffers have the layout they have there.
+# A GPU's alignment, so that fused buffers have the same layout.
 _ALIGNMENT_BYTES = 256
 _OPENMP = Path(paddle.__file__).parent / "libs" / "libiomp5.so"
 
@@ -39,7 +36,7 @@ def tensor_cuda() -> None:
 
 
 def synchronize() -> None:
-    """Let ``paddle.device.synchronize`` and its CUDA twin return at once on a CPU: no work is pending."""
+    """Let ``paddle.device.synchronize`` and its CUDA variant return at once on a CPU."""
     wait = paddle.device.synchronize
 
     def wait_for_device(device: Any = None) -> None:
@@ -62,7 +59,7 @@ def fused_buffers() -> None:
 
 
 def begin_openmp() -> None:
-    """Let the OpenMP runtime of this process register itself now; a build without it needs nothing."""
+    """Initialize the OpenMP runtime of this process, if this build of Paddle contains it."""
     if _OPENMP.exists():
-        # The answer is of no interest: each question initialises the runtime.
+        # Any query initializes the runtime.
         ctypes.CDLL(str(_OPENMP)).omp_get_max_threads()

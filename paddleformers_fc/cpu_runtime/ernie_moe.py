@@ -1,15 +1,13 @@
 """ERNIE 4.5 MoE without its fused kernels.
 
-``Ernie4_5_MoeSparseMoeBlock.forward`` calls kernels for routing and dispatch that exist for accelerators only. The
-forward here is the same block as dense algebra on the **same parameters**. Every expert processes every token, and the
-router weights its output, with zero for tokens that did not choose it. Trained, saved and sharded tensors are therefore
-exactly the model's own. The numbers differ from those of the fused kernels by rounding and by the auxiliary loss, which
-is a plain one.
+``Ernie4_5_MoeSparseMoeBlock.forward`` calls kernels that exist for accelerators only. The forward here computes the
+same block with dense algebra on the same parameters: every expert processes every token, and the router weights its
+output, with zero for tokens that did not choose it. Results differ from the fused kernels by rounding and by the
+auxiliary loss, which is a plain one.
 
-Some faults are independent of the device and prevent a CPU run as well: multi-token prediction passes its arguments in
-the wrong positions; the forward for generation calls the loss without the required logits; experts lack the group over
-which they are reduced; the expert parallel optimizer tests ``isinstance`` against a class that Paddle 3.3.1 lacks; and
-a pipeline does not accept the group that shares its experts.
+It also fixes faults that do not depend on the device: multi-token prediction misplaces arguments, the forward for
+generation calls the loss without the logits, experts lack the group over which they are reduced, the expert parallel
+optimizer needs a class that Paddle 3.3.1 lacks, and a pipeline does not accept the group that shares its experts.
 
 Time: experts / top-k times the fused block. Memory: one expert's activations of all tokens at a time.
 """
@@ -56,9 +54,10 @@ def _scattered(tensor: Any, group: Any) -> Any:
 
 
 def route(block: Any, tokens: Any) -> tuple[Any, Any, Any]:
-    """Router of one block.
+    """Compute the router of one block.
 
     Args:
+        block: the layer.
         tokens: ``[tokens, hidden]``.
 
     Returns:
@@ -69,7 +68,7 @@ def route(block: Any, tokens: Any) -> tuple[Any, Any, Any]:
     probabilities = F.softmax(logits, axis=-1)
     preference = probabilities.detach()
     if block.moe_statics is not None:
-        # The correction decides who is chosen, and is no part of the weight.
+        # The correction bias affects which experts are chosen, but not their weights.
         preference = preference + block.moe_statics.e_score_correction_bias[0].detach()
     chosen = paddle.topk(preference, block.k, axis=-1)[1]
     weights = probabilities * F.one_hot(chosen, probabilities.shape[-1]).sum(1)
@@ -79,7 +78,7 @@ def route(block: Any, tokens: Any) -> tuple[Any, Any, Any]:
 
 
 def dense_forward(block: Any, input: Any) -> tuple[Any, None, Any, Any]:
-    """The computation of ``Ernie4_5_MoeSparseMoeBlock``.
+    """Compute the forward of ``Ernie4_5_MoeSparseMoeBlock``.
 
     Args:
         block: the layer.
@@ -94,8 +93,8 @@ def dense_forward(block: Any, input: Any) -> tuple[Any, None, Any, Any]:
     spread = group is not None and getattr(group, "nranks", 1) > 1
     seen, seen_weights = tokens, weights
     if spread:
-        # Gathering tokens that are replicated would count each of them once per rank in the experts' gradients. If
-        # every rank holds the same tokens, its experts contribute a part of the output and of the gradient.
+        # Do not gather replicated tokens: the experts' gradients would count each token once per rank. If all ranks
+        # have the same tokens, each rank's experts contribute a part of the output and of the gradient.
         enter, leave = (_copied, _summed) if _tokens_are_replicated(block.config, group) else (_gathered, _scattered)
         seen, seen_weights = (Collective.apply(one, group, enter, leave) for one in (tokens, weights))
     mixed = paddle.zeros_like(seen)
@@ -110,7 +109,7 @@ def dense_forward(block: Any, input: Any) -> tuple[Any, None, Any, Any]:
 
 
 def _tokens_are_replicated(config: Any, group: Any) -> bool:
-    """Return whether the ranks that share experts have equal tokens: tensor parallelism without split sequences."""
+    """Return whether all ranks that share experts have the same tokens (tensor but not sequence parallelism)."""
     if config.sequence_parallel:
         return False
     return list(group.ranks) == list(fleet.get_hybrid_communicate_group().get_model_parallel_group().ranks)
@@ -145,7 +144,7 @@ def prediction_positions() -> None:
     ) -> Any:
         head = (hidden_states, attention_mask, attn_mask_startend_row_indices, position_ids)
         if isinstance(position_embeddings, bool):
-            # The caller forgot this argument, so it received output_attentions. All layers share one embedding.
+            # The caller omits this argument, so it receives output_attentions. All layers share one embedding.
             return layer_forward(self, *head, latest[0], False, None, False)
         latest[0] = position_embeddings
         return layer_forward(self, *head, position_embeddings, *args, **kwargs)
@@ -154,43 +153,42 @@ def prediction_positions() -> None:
 
 
 def prediction_loss() -> None:
-    """Pass the logits of its blocks to the loss of multi-token prediction."""
+    """Pass the logits of multi-token prediction to its loss."""
     model_forward = modeling.Ernie4_5_MoeForCausalLM.forward
 
     @functools.wraps(model_forward)
     def forward_in_training(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.training:
-            kwargs["return_dict"] = False  # The other path calls the loss without the prediction logits.
+            kwargs["return_dict"] = False  # With True, the model calls the loss without these logits.
         return model_forward(self, *args, **kwargs)
 
     modeling.Ernie4_5_MoeForCausalLM.forward = forward_in_training
 
 
 def expert_gradients() -> None:
-    """Under expert parallelism, experts are reduced over the ranks that hold the same ones.
+    """Under expert parallelism, reduce each expert only over the ranks that have the same expert.
 
-    Sharding version 2 reduces a parameter over the group that its ``color`` names, and over all sharding ranks without
-    one. ERNIE's experts have none, so that expert 0 of one rank is averaged with expert 2 of another.
+    Sharding version 2 reduces a parameter over the group in its ``color``, or else over all sharding ranks. ERNIE's
+    experts have no color, so expert 0 of one rank would be averaged with expert 2 of another.
     """
     original = moe_alltoall_layer.MOEAlltoAllLayer.__init__
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        # A job without expert parallelism has no such groups, and one process has no communicator at all.
+        # Jobs without expert parallelism have no such groups, and a single process has no communicator.
         hcg: Any = getattr(fleet.fleet, "_hcg", None)
         if not hasattr(hcg, "get_expert_parallel_world_size") or hcg.get_expert_parallel_world_size() <= 1:
             return
-        holders_of_the_same = hcg.get_moe_sharding_parallel_group()
+        group = hcg.get_moe_sharding_parallel_group()
         for parameter in self.experts.parameters():
-            parameter.color = {"color": "moe_expert", "group": holders_of_the_same}
+            parameter.color = {"color": "moe_expert", "group": group}
 
     moe_alltoall_layer.MOEAlltoAllLayer.__init__ = __init__
 
 
 def expert_groups_in_pipelines() -> None:
-    """Let a pipeline accept the group that shares its experts, as every other model does, and not only the name of
-    one."""
+    """Let a pipeline accept the group that shares its experts, and not only the group's name."""
     by_name = pp_model._parse_moe_group
 
     @functools.wraps(by_name)
@@ -201,7 +199,7 @@ def expert_groups_in_pipelines() -> None:
 
 
 def expert_parallel_optimizer() -> None:
-    """Put a class without instances in the ``isinstance`` test for the class that Paddle 3.3.1 lacks."""
+    """Define the class that Paddle 3.3.1 lacks, for an ``isinstance`` test; it has no instances."""
 
     class AbsentOptimizer:
         pass

@@ -1,14 +1,10 @@
-"""Assumptions of a library's Trainer that do not hold for a run on a CPU.
+"""Patches for assumptions of a library's Trainer that do not hold on a CPU.
 
-With gradient clipping, PaddleFormers' Trainer records the global gradient norm through ``optimizer._inner_opt``, which
-exists only if the optimizer was wrapped for mixed precision. The training arguments accept sharding stage 1 version 2
-(``split_param``) only together with ``amp_master_grad``, which needs bfloat16 or float16, although the optimizer works
-in float32. The patches omit the first step and run what the second guards.
-
-An evaluation of adapters needs a class that is imported with PaddleFleet only. The patch defines one without
-instances.
-
-The Trainer's log has no ``global_norm`` in float32 runs; clipping itself is unaffected.
+With gradient clipping, PaddleFormers' Trainer logs the global gradient norm through ``optimizer._inner_opt``, which
+exists only with mixed precision. The patch skips this, so float32 runs log no ``global_norm``; clipping is unaffected.
+The training arguments accept sharding stage 1 version 2 (``split_param``) only with ``amp_master_grad``, which needs
+bfloat16 or float16, although the optimizer supports float32. Evaluating adapters needs a class that only exists with
+PaddleFleet.
 """
 
 from __future__ import annotations
@@ -26,14 +22,14 @@ _SPLIT = "split_param"
 
 
 def clipping_in_float32() -> None:
-    """Let ``Trainer._wrap_distributed_optimizer`` accept a plain optimizer, which has none inside it."""
+    """Let ``Trainer._wrap_distributed_optimizer`` accept an optimizer without ``_inner_opt``."""
     original = _trainer.Trainer._wrap_distributed_optimizer
 
     @functools.wraps(original)
     def _wrap_distributed_optimizer(self: Any, optimizer: Any) -> Any:
         if hasattr(optimizer, "_inner_opt"):
             return original(self, optimizer)
-        # The setting is read here for the record of the norm only; the optimizer already has the clip.
+        # Here the setting only enables logging the norm; the optimizer already clips.
         max_grad_norm, self.args.max_grad_norm = self.args.max_grad_norm, 0.0
         try:
             return original(self, optimizer)
@@ -46,8 +42,8 @@ def clipping_in_float32() -> None:
 def split_parameters_in_float32() -> None:
     """Let ``TrainingArguments`` accept ``split_param`` without mixed precision.
 
-    They are checked with ``split_param`` off; it is switched on in the strategy that the checks have produced and that
-    the optimizer reads later. PaddleNLP has it as a word of ``sharding_parallel_config``.
+    Run the checks without ``split_param``, then set it in the resulting strategy, which the optimizer reads later. In
+    PaddleNLP it is a word in ``sharding_parallel_config``.
     """
     arguments = _trainer.TrainingArguments
     original = arguments.__post_init__
@@ -71,7 +67,7 @@ def split_parameters_in_float32() -> None:
 
 
 def evaluation_of_adapters() -> None:
-    """Put a class without instances in the ``isinstance`` test for the class of PaddleFleet."""
+    """Define PaddleFleet's class for an ``isinstance`` test, if it is missing; it has no instances."""
 
     class AbsentModel:
         pass

@@ -1,10 +1,9 @@
 """Process groups with one store per group.
 
-``ProcessGroupGloo`` ignores its group id when it writes its members' addresses into the store. Two groups that are
-created one after the other then read each other's addresses: with four ranks one start in three fails, with eight it
-hangs. Here each group larger than the default one has its own store, served by its first member. The default store
-contains only the address of that store, under a key with the group id. Paddle numbers groups by a counter that every
-rank advances in the same order, so the id is the same on every member and used once.
+``ProcessGroupGloo`` ignores its group id when it writes its members' addresses to the store, so groups that are created
+in a row read each other's addresses: with four ranks one start in three fails, with eight it hangs. Here every group
+except the default one has its own store, served by its first member. The default store only contains the address of
+that store, by group id. Ids are unique and equal on all members, because all ranks count groups in the same order.
 
 Cost: 0.1 s per group, and in its first member a listening socket with a thread or two of Paddle's.
 """
@@ -24,7 +23,7 @@ from ._replace import replace_everywhere
 
 _BIND_ATTEMPTS = 8
 
-# A group's store must live as long as the group, which Paddle never frees.
+# The store must outlive the group, which Paddle never frees.
 _stores: list[Any] = []
 
 
@@ -61,8 +60,8 @@ def group_store(default_store: Any, rank: int, group_id: int) -> Any:
 
     Args:
         default_store: the store that all ranks of the job share.
-        rank: this process' rank inside the group; 0 serves the store.
-        group_id: the group's number, equal on all members and used for no other group.
+        rank: this process' rank inside the group; rank 0 serves the store.
+        group_id: the group's number, equal on all members and unique.
 
     Raises:
         PeerError: no port could be bound for the store.
@@ -80,21 +79,20 @@ def group_store(default_store: Any, rank: int, group_id: int) -> Any:
 
 
 def _serve(group_id: int) -> tuple[Any, str]:
-    """Create a store, and return it with its address. Several ports are tried, because another process may take one
-    first."""
+    """Create a store, and return it with its address. Try several ports, because another process may bind one first."""
     host = stores.own_host()
-    refusals: list[str] = []
+    failures: list[str] = []
     for _ in range(_BIND_ATTEMPTS):
         with socket.socket() as probe:
             probe.bind((host, 0))
             port = probe.getsockname()[1]
         try:
             return stores.open_store(host, port, is_master=True), f"{host}:{port}"
-        except Exception as refusal:  # Paddle has no exception type for a port that is in use.
-            refusals.append(f"port {port}: {refusal}")
+        except Exception as error:  # Paddle has no exception type for a port that is in use.
+            failures.append(f"port {port}: {error}")
     raise errors.PeerError(
         f"No port could be bound for the store of process group {group_id}.",
         where=host,
-        evidence=refusals,
+        evidence=failures,
         next_step="Check the machine's limit on open sockets.",
     )

@@ -1,13 +1,12 @@
 """bfloat16 weights on a CPU: bfloat16 storage, float32 arithmetic.
 
-Real checkpoints come from training in bfloat16 with float32 master weights (O2). Paddle's CPU build lacks four kernels
-for it: ``linear``, ``matmul``, ``c_embedding`` and ``adamw_``. The bfloat16 operands of the first three are widened to
-float32, and their results stay float32. Activations are therefore wider than on an accelerator. Parameters, their
-gradients before accumulation, and all saved tensors have the same dtypes as there. ``adamw_`` updates the master
-weight, in float32 as on an accelerator, and rounds it into the parameter. Without a master weight it computes in
-float32 and rounds the parameter and its states.
+Training in bfloat16 with float32 master weights (O2) needs four kernels that Paddle's CPU build lacks. Bfloat16
+operands of ``linear``, ``matmul`` and ``c_embedding`` are cast to float32, and results stay float32: activations are
+wider than on an accelerator, but parameters, their gradients before accumulation, and all saved tensors have the same
+dtypes. ``adamw_`` updates the master weight in float32, as on an accelerator, and rounds it into the parameter. Without
+a master weight, it computes in float32 and rounds the parameter and its states.
 
-Time: one widened copy of each operand per call. Memory: that copy, until the backward has used it.
+Time: a float32 copy of each operand per call. Memory: that copy, until the backward has used it.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ import paddle
 from paddle import _C_ops
 
 _WIDENED = ("linear", "matmul", "c_embedding")
-# Positions of the states, and of others, behind parameter and gradient in Paddle's call of adamw_.
+# Positions of arguments of adamw_ after parameter and gradient.
 _STATES, _MASTER_WEIGHT, _MULTI_PRECISION = slice(1, 6), 6, 16
 
 
 def widen(value: Any) -> Any:
-    """Return a bfloat16 tensor as float32, and everything else unchanged. Gradients flow back in bfloat16."""
+    """Cast a bfloat16 tensor to float32, and return everything else unchanged. Its gradient is bfloat16."""
     is_half = isinstance(value, paddle.Tensor) and value.dtype == paddle.bfloat16
     return value.astype("float32") if is_half else value
 
 
 def widened(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an operator so that it widens bfloat16 operands to float32."""
+    """Wrap an operator so that it casts bfloat16 operands to float32."""
 
     def compute(*arguments: Any, **named: Any) -> Any:
         return operator(*map(widen, arguments), **{name: widen(value) for name, value in named.items()})
@@ -39,7 +38,7 @@ def widened(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _master_weight_update(adamw_: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``adamw_`` so that it also takes a bfloat16 parameter."""
+    """Wrap ``adamw_`` so that it also accepts a bfloat16 parameter."""
 
     def update(param: Any, grad: Any, *others: Any) -> Any:
         master_weight = others[_MASTER_WEIGHT]
@@ -52,7 +51,7 @@ def _master_weight_update(adamw_: Callable[..., Any]) -> Callable[..., Any]:
                 if own is not None and own is not updated:
                     paddle.assign(updated.astype(own.dtype), own)
             return result
-        # To the kernel the master weight is an ordinary float32 parameter.
+        # Pass the master weight to the kernel as an ordinary float32 parameter.
         changed = list(others)
         changed[_MASTER_WEIGHT], changed[_MULTI_PRECISION] = None, False
         result = adamw_(master_weight, widen(grad), *changed)
@@ -63,7 +62,7 @@ def _master_weight_update(adamw_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def apply() -> None:
-    """Replace the four operators where Paddle looks them up."""
+    """Replace the four operators in ``paddle._C_ops``."""
     for name in _WIDENED:
         setattr(_C_ops, name, widened(getattr(_C_ops, name)))
     _C_ops.adamw_ = _master_weight_update(_C_ops.adamw_)

@@ -1,9 +1,9 @@
 """Run a Python script or module on N ranks of this machine.
 
 ``launch(["train.py", "--steps", "3"], nproc=2, ...)`` starts two processes with the environment that Paddle expects
-over gloo, writes one log per rank, and returns when all have ended or one has failed. Ranks start through
-:mod:`.rankmain`, which makes them dump their stacks when they hang. No patch is applied here: the script, or the
-file that its ``custom_register_path`` names, calls :func:`paddleformers_fc.cpu_runtime.activate`.
+for gloo, writes one log per rank, and returns when all have ended or one has failed. Ranks start through
+:mod:`.rankmain`, so that they dump their stacks if they hang. No patch is applied here: the script, or the file of its
+``custom_register_path``, calls :func:`paddleformers_fc.cpu_runtime.activate`.
 
 This module does not import Paddle.
 
@@ -31,12 +31,12 @@ class LaunchResult:
     """The outcome of a launched job.
 
     Args:
-        returncode: 0 when every rank returned 0, 124 when time was over, else the first failing rank's code
-            (128 + n when signal n ended it).
-        returncodes: by rank, negative for a signal.
-        logs: by rank, output and errors of that rank.
-        seconds: from start to end.
-        alone: the ranks that ended on their own or were killed from outside, in order.
+        returncode: 0 if every rank returned 0, 124 after a timeout, else the first failing rank's code (128 + n if
+            signal n ended it).
+        returncodes: codes by rank, negative for a signal.
+        logs: logs by rank, with standard output and errors.
+        seconds: wall time.
+        alone: the ranks that the supervisor did not end, in the order in which they ended.
     """
 
     returncode: int
@@ -46,7 +46,7 @@ class LaunchResult:
     alone: tuple[int, ...] = ()
 
     def report(self) -> str:
-        """Return the end of every failed rank's log, as a person reads it; of all logs when time was over."""
+        """Return the last lines of every failed rank's log; after a timeout, of all logs."""
         shown = [
             f"--- rank {rank} (code {code}): {log}\n{ranks.tail(log)}"
             for rank, (code, log) in enumerate(zip(self.returncodes, self.logs, strict=True))
@@ -71,13 +71,13 @@ def launch(
     Args:
         argv: a script and its arguments, or ``-m``, a module and its arguments.
         nproc: number of ranks, at least 1.
-        log_dir: gets ``rank-00000.log`` and so on; created when missing.
+        log_dir: directory of ``rank-00000.log`` and so on; created if missing.
         timeout: seconds until all ranks are stopped.
-        env: variables on top of this process' environment and of those that place a rank.
+        env: environment variables that override this process' and those of a rank.
         echo: a stream to which rank 0's output is copied while it runs.
-        grace: seconds for the other ranks to end by themselves once one has failed.
-        is_over: asked while the ranks run; True ends them as the timeout does.
-        places: the variables of each process in place of those of a local rank over gloo.
+        grace: seconds in which the other ranks may end by themselves after one has failed.
+        is_over: polled while the ranks run; True ends them like the timeout.
+        places: the rank variables of each process; by default those of local ranks over gloo.
 
     Raises:
         OptionError: ``nproc`` below 1 or an empty ``argv``.

@@ -1,16 +1,13 @@
-"""The tensor parallel operators without a CPU kernel, and the input data of a tensor parallel group.
+"""Tensor parallel operators without a CPU kernel, and the input data of a tensor parallel group.
 
-Paddle's tensor parallel layers call ``c_identity``, ``c_concat``, ``c_split`` and ``c_softmax_with_cross_entropy``.
-Each is replaced by a PyLayer where the kernel is looked up (``paddle._C_ops``), so that the layers above it and
-Paddle's own autograd code around them stay unchanged. ``c_split`` is replaced one level higher, because the backward of
-``c_split_eager`` gathers along axis 0 what its forward split along the last axis.
+``c_identity``, ``c_concat`` and ``c_softmax_with_cross_entropy`` are replaced in ``paddle._C_ops``, so that Paddle's
+layers and autograd code stay unchanged. ``c_split`` is replaced one level higher, because the backward of
+``c_split_eager`` gathers along axis 0 what its forward split along the last axis. ``broadcast_input_data``, which sends
+the first member's batch to all members, fails on a CPU only because it asks for the name of an accelerator.
 
-``broadcast_input_data`` sends the first member's batch to every member. It fails on a CPU only because it requests the
-name of an accelerator.
-
-Time: the collectives themselves, and one small broadcast per tensor of a batch. The cross entropy adds three
-all_reduces of ``[tokens, 1]`` float32. It keeps the softmax, ``[tokens, vocab / ranks]`` float32, for its backward, as
-the fused kernel does.
+Time: the collectives, and one small broadcast per tensor of a batch. The cross entropy adds three all_reduces of
+``[tokens, 1]`` float32 and keeps the softmax, ``[tokens, vocab / ranks]`` float32, for its backward, as the fused
+kernel does.
 """
 
 from __future__ import annotations
@@ -43,14 +40,14 @@ def gather_last_axis(tensor: Any, group: Any) -> Any:
 
 
 def own_part_of_last_axis(tensor: Any, group: Any) -> Any:
-    """Return this member's equal share of the last axis, as a tensor of its own."""
+    """Return a copy of this member's equal share of the last axis."""
     share = tensor.shape[-1] // group.nranks
     begin = group.rank * share
     return tensor[..., begin : begin + share].clone()
 
 
 class Collective(PyLayer):
-    """A collective whose gradient is another one; each takes a tensor and the group."""
+    """A collective whose gradient is another collective; each takes a tensor and the group."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, group: Any, collective: Operation, gradient: Operation) -> Any:
@@ -71,7 +68,7 @@ class _Split:
 
 
 class _SoftmaxCrossEntropy(PyLayer):
-    """``log(sum(exp(x))) - x[label]`` over a vocabulary of which each member holds an equal, consecutive part."""
+    """``log(sum(exp(x))) - x[label]`` over a vocabulary that is split equally and in order over the members."""
 
     @staticmethod
     def forward(ctx: Any, logits: Any, label: Any, group: Any, ignore_index: int) -> Any:
@@ -107,7 +104,7 @@ class _SoftmaxCrossEntropy(PyLayer):
 
 
 def c_identity(tensor: Any, ring_id: int, use_calc_stream: bool = True, use_model_parallel: bool = True) -> Any:
-    """Return a copy. The all_reduce of its backward is done by Paddle's ``c_identity_eager``, which calls this."""
+    """Return a copy. Paddle's ``c_identity_eager``, which calls this, does the all_reduce of the backward."""
     return tensor.clone()
 
 
@@ -121,11 +118,11 @@ def c_concat(
 def c_softmax_with_cross_entropy(
     logits: Any, label: Any, ignore_index: int, ring_id: int, rank: int, nranks: int
 ) -> tuple[Any, Any]:
-    """Softmax and loss of logits whose vocabulary is split over the group.
+    """Compute softmax and loss of logits whose vocabulary is split over the group.
 
     Args:
         logits: ``[..., vocab / nranks]``, this member's part.
-        label: ``[..., 1]`` indices into the whole vocabulary.
+        label: ``[..., 1]`` indices into the full vocabulary.
 
     Returns:
         The softmax (this member's part) and the loss ``[..., 1]``, both float32; no gradient flows through the softmax.
@@ -143,12 +140,12 @@ def broadcast_input_data(hcg: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, An
         kwargs: the same, by name.
 
     Returns:
-        The same ``inputs`` and ``kwargs``; their tensors hold the first member's data now.
+        ``inputs`` and ``kwargs``, whose tensors now contain the first member's data.
     """
     place = paddle.CPUPlace()
     for container in (inputs, kwargs):
         if container:
-            # Fills the tensors in place; its result is not used.
+            # Fills the tensors in place.
             hybrid_parallel_util._broadcast_nested_data(hcg, "cpu", place, container)
     return inputs, kwargs
 
@@ -159,7 +156,7 @@ def input_data() -> None:
 
 
 def apply() -> None:
-    """Put the four operators where Paddle looks them up."""
+    """Replace the four operators where Paddle looks them up."""
     for operator in (c_identity, c_concat, c_softmax_with_cross_entropy):
         setattr(_C_ops, operator.__name__, operator)
     mp_ops.__dict__["c_split_eager"] = _Split

@@ -1,14 +1,13 @@
 """Point-to-point messages over sockets, because gloo's do not work inside groups of more than two ranks.
 
-``ProcessGroupGloo`` numbers its messages by one counter per group that *every* member is expected to advance, so a
-message between two of three members is never delivered. Its send returns only after the receiver has requested the
-message, so two ranks that send before they receive wait forever. In this module every rank has one **mailbox**: a
-listening socket, with its address in the default store. A message carries (group id, channel, sender) and is queued at
-the receiver. One writing thread per receiver sends, and a send returns at once. Inside a coalescing block receives are
-postponed to the end of the block, so that all sends start first.
+``ProcessGroupGloo`` numbers messages with one counter per group that *every* member must advance, so a message between
+two of three members is never delivered. Its send returns only after the receiver has asked for the message, so two
+ranks that send before they receive deadlock. Here every rank has a mailbox: a listening socket whose address is in the
+default store. The receiver queues messages by (group id, channel, sender). A send returns at once, because a thread per
+receiver writes it. In a coalescing block, receives run at the end of the block, after all sends have started.
 
-Time: one copy into bytes, one through loopback, one into the tensor. Memory: messages that are sent and not received
-are kept by the receiver, without a bound; a pipeline has a handful of micro-batches in flight.
+Time: a copy into bytes, one through loopback, one into the tensor. Memory: the receiver queues messages without a
+bound; a pipeline has a handful of micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ TIMEOUT_VARIABLE = "FLEX_P2P_TIMEOUT"
 MESSAGES = 0
 """The channel of ``send`` and ``recv``."""
 EXCHANGES = 1
-"""The channel of collectives that are made of messages: it never mixes with a receive that is still to come."""
+"""The channel of collectives that use messages, which are separate from pending receives."""
 _FAREWELL = 2
 
 
 class Done:
-    """The task of an operation that has already happened."""
+    """The task of a completed operation."""
 
     def wait(self, *_: Any) -> bool:
-        """Return at once: the operation is complete."""
+        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def synchronize(self) -> None:
-        """Return at once: the operation is complete."""
+        """Return at once."""
 
 
 DONE = Done()
@@ -92,18 +91,18 @@ class Mailbox:
         threading.Thread(target=self._accept, name="mailbox", daemon=True).start()
 
     def read_addresses(self, store: Any, world_size: int) -> None:
-        """Read where every rank's mailbox is, while rank 0, which serves the store, is certain to be there."""
+        """Read the addresses of all mailboxes now, while rank 0 certainly still serves the store."""
         for rank in range(world_size):
             key = _ADDRESS_KEY.format(rank=rank)
             store.wait(key)
             self._addresses.append(bytes(store.get(key)).decode())
         self._world_size = world_size
         if self.rank != 0:
-            # Its end notifies either side that the other has gone, see leave().
+            # When this connection ends, each side knows that the other has ended; see leave().
             self._writer(0)
 
     def post(self, group_id: int, channel: int, target: int, payload: bytes) -> None:
-        """Send ``payload`` to global rank ``target``; returns once it is queued.
+        """Queue ``payload`` for global rank ``target``, and return.
 
         Raises:
             PeerError: an earlier message to that rank could not be delivered.
@@ -114,10 +113,10 @@ class Mailbox:
         self._writer(target).put(_HEADER.pack(group_id, channel, self.rank, len(payload)), payload)
 
     def take(self, group_id: int, channel: int, source: int) -> bytearray:
-        """Return the next message from global rank ``source``, in the order in which it was sent.
+        """Return the next message from global rank ``source``, in the order of sending.
 
         Raises:
-            PeerError: none came within the time that ``FLEX_P2P_TIMEOUT`` allows (seconds, default 1800).
+            PeerError: none arrived within ``FLEX_P2P_TIMEOUT`` seconds (default 1800).
         """
         timeout = float(os.environ.get(TIMEOUT_VARIABLE, PATIENCE_SECONDS))
         try:
@@ -130,18 +129,18 @@ class Mailbox:
             ) from None
 
     def flush(self) -> None:
-        """Wait until every message has been handed to the operating system, which delivers it if this process ends."""
+        """Wait until the operating system has every message; it delivers them even if this process ends."""
         for writer in self._writers.values():
             writer.flush()
 
     def leave(self) -> None:
-        """To be called when this rank's work is done: send what is left, and stay until the others are done as well.
+        """Send the remaining messages, and wait until all ranks have finished. Call it at the end of a rank's work.
 
-        The others may still be connecting to this rank, or asking rank 0 for an address. Everybody bids rank 0 farewell
-        and waits for the end of its process, which waits for the farewell or end of all ranks. No rank waits forever.
+        Other ranks may still connect to this one, or ask rank 0 for an address. So every rank notifies rank 0 and waits
+        until that process ends, and rank 0 waits for the notice or the end of every rank. No rank waits forever.
         """
         if self.rank != 0:
-            with suppress(errors.PeerError):  # Rank 0 has ended already: no rank needs this one.
+            with suppress(errors.PeerError):  # Rank 0 has ended already, so no rank needs this one.
                 self._writer(0).put(_HEADER.pack(0, _FAREWELL, self.rank, 0), b"")
         self.flush()
         if self.rank != 0:
@@ -172,7 +171,7 @@ class Mailbox:
             threading.Thread(target=self._read, args=(connection,), name="mailbox-reader", daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
-        # Connections without the token are closed.
+        # Close connections that lack the token.
         introduction = _receive(connection, _TOKEN_BYTES + _RANK.size)
         if introduction is None or introduction[:_TOKEN_BYTES] != self._token:
             connection.close()
@@ -190,7 +189,7 @@ class Mailbox:
             group_id, channel, source, size = _HEADER.unpack(header)
             payload = _receive(connection, size)
             if payload is None:
-                return  # The sender died in mid-message; its receiver times out.
+                return  # The sender died within a message; the receive times out.
             if channel == _FAREWELL:
                 self._note_departure(source)
             else:
@@ -198,7 +197,7 @@ class Mailbox:
 
 
 class _Writer:
-    """One connection and the thread that writes to it."""
+    """A connection and the thread that writes to it."""
 
     def __init__(self, connection: socket.socket, target: int) -> None:
         self._connection = connection
@@ -220,7 +219,7 @@ class _Writer:
         self._pending.join()
 
     def wait_for_end(self, seconds: float) -> None:
-        """Until the receiver's process has ended: nothing is ever sent in this direction of the connection."""
+        """Wait until the receiver's process has ended. It never sends anything over this connection."""
         self._connection.settimeout(seconds)
         with suppress(OSError):
             self._connection.recv(1)
@@ -239,7 +238,7 @@ class _Writer:
 
 
 def _receive(connection: socket.socket, size: int) -> bytearray | None:
-    """Exactly ``size`` bytes, or None when the connection ends first."""
+    """Return exactly ``size`` bytes; None if the connection ends first."""
     received = bytearray(size)
     view = memoryview(received)
     filled = 0
@@ -255,7 +254,7 @@ def _receive(connection: socket.socket, size: int) -> bytearray | None:
 
 
 _mailbox: Mailbox | None = None
-# By identity of the ProcessGroupGloo; the object is kept, so that its identity is not given to another.
+# By id() of the ProcessGroupGloo. The object is stored too, so that its id() is not reused.
 _group_ids: dict[int, tuple[Any, int]] = {}
 
 
@@ -275,19 +274,19 @@ def open_mailbox(store: Any, rank: int, world_size: int) -> None:
 
 
 def flush() -> None:
-    """Wait until the messages of this process are under way; at its exit, so that none is lost with it."""
+    """Wait until the operating system has all messages of this process; registered to run at its exit."""
     if _mailbox is not None:
         _mailbox.flush()
 
 
 def leave() -> None:
-    """End this rank's messages by :meth:`Mailbox.leave`, if it ever had a mailbox."""
+    """Call :meth:`Mailbox.leave`, if this rank has a mailbox."""
     if _mailbox is not None:
         _mailbox.leave()
 
 
 def register(process_group: Any, group_id: int) -> None:
-    """Remember the number of a process group, which gloo's own object does not expose."""
+    """Store the number of a process group, which gloo's own object does not expose."""
     _group_ids[id(process_group)] = (process_group, group_id)
 
 
@@ -316,11 +315,11 @@ def mailbox() -> Mailbox:
     """Return this process' mailbox.
 
     Raises:
-        PeerError: the parallel environment was not initialised.
+        PeerError: the parallel environment was not initialized.
     """
     if _mailbox is None:
         raise errors.PeerError(
-            "A message was sent before the parallel environment was initialised.",
+            "A message was sent before the parallel environment was initialized.",
             next_step="Call paddle.distributed.init_parallel_env() or fleet.init() first.",
         )
     return _mailbox
@@ -346,7 +345,7 @@ def fill(tensor: Any, array: np.ndarray[Any, Any]) -> None:
 
 
 def array_dtype(tensor: Any) -> np.dtype[Any]:
-    """Return the numpy dtype in which :func:`to_array` gives a tensor's elements."""
+    """Return the numpy dtype that :func:`to_array` returns for a tensor."""
     return np.dtype("uint16" if tensor.dtype == paddle.bfloat16 else str(tensor.dtype).rsplit(".", 1)[-1])
 
 
@@ -357,15 +356,15 @@ def send_array(process_group: Any, target: int, array: np.ndarray[Any, Any], cha
 
 
 def exchanged_array(process_group: Any, source: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return the next array that rank ``source`` of the group sent over :data:`EXCHANGES`, flat."""
+    """Return the next array from rank ``source`` of the group on :data:`EXCHANGES`, flattened."""
     address = address_of(process_group)
     return np.frombuffer(mailbox().take(address.group_id, EXCHANGES, address.ranks[source]), dtype=dtype)
 
 
 class _Receive:
-    """The task of a receive, which happens when it is waited for.
+    """The task of a receive, which runs when it is waited for.
 
-    Messages of one sender are delivered in the order of their requests, independent of the order of the waits.
+    Messages of a sender are delivered in the order of the receives, independent of the order of the waits.
     """
 
     def __init__(
@@ -376,7 +375,7 @@ class _Receive:
         self._dtype = dtype
         self._deliver = deliver
         self._done = False
-        self._queue = _asked_for[(self._address.group_id, self._source)]
+        self._queue = _pending_receives[(self._address.group_id, self._source)]
         self._queue.append(self)
 
     def wait(self, *_: Any) -> bool:
@@ -396,39 +395,39 @@ class _Receive:
         self._done = True
 
 
-# By (group id, global rank of the sender): receives that were not waited for yet.
-_asked_for: defaultdict[tuple[int, int], deque[_Receive]] = defaultdict(deque)
+# Receives that were not waited for yet, by (group id, global rank of the sender).
+_pending_receives: defaultdict[tuple[int, int], deque[_Receive]] = defaultdict(deque)
 
 
-# None outside a coalescing block; inside, the receives to make at its end.
-_postponed: list[_Receive] | None = None
+# The receives of the current coalescing block, which run at its end; None outside a block.
+_coalesced: list[_Receive] | None = None
 
 
 def _start_coalescing(self: Any, *_: Any) -> None:
-    global _postponed
-    _postponed = []
+    global _coalesced
+    _coalesced = []
 
 
 def _end_coalescing(self: Any, *_: Any) -> None:
-    global _postponed
-    receives, _postponed = _postponed or [], None
+    global _coalesced
+    receives, _coalesced = _coalesced or [], None
     for receive in receives:
         receive.wait()
 
 
-def _begin(receive: _Receive, sync_op: bool) -> _Receive:
-    if _postponed is not None:
-        _postponed.append(receive)
+def _start_receive(receive: _Receive, sync_op: bool) -> _Receive:
+    if _coalesced is not None:
+        _coalesced.append(receive)
     elif sync_op:
         receive.wait()
     return receive
 
 
 def _checked_fill(tensor: Any, source: int, array: np.ndarray[Any, Any]) -> None:
-    wanted = int(np.prod(tensor.shape, dtype=np.int64))
-    if array.size != wanted:
+    expected = int(np.prod(tensor.shape, dtype=np.int64))
+    if array.size != expected:
         raise errors.PeerError(
-            f"A message from group rank {source} holds {array.size} elements where {wanted} are wanted.",
+            f"A message from group rank {source} has {array.size} elements, expected {expected}.",
             evidence=[f"the receiving tensor is {tensor.dtype} {list(tensor.shape)}"],
             next_step="Check that sender and receiver agree on the order, shape and dtype of their messages.",
         )
@@ -442,11 +441,11 @@ def _send(self: Any, tensor: Any, dst: int, sync_op: bool = True) -> Done:
 
 def _recv(self: Any, tensor: Any, src: int, sync_op: bool = True) -> _Receive:
     receive = _Receive(self, src, array_dtype(tensor), lambda array: _checked_fill(tensor, src, array))
-    return _begin(receive, sync_op)
+    return _start_receive(receive, sync_op)
 
 
 def _part(size: int, parts: int, index: int) -> slice:
-    """Return the share of one tensor parallel rank in a flat tensor that is sent in parts."""
+    """Return the range of one tensor parallel rank in a flat tensor that is sent in parts."""
     share = size // parts
     return slice(index * share, (index + 1) * share)
 
@@ -459,11 +458,11 @@ def _send_partial(self: Any, tensor: Any, dst: int, parts: int, index: int, sync
 
 def _recv_partial(self: Any, tensor: Any, src: int, parts: int, index: int, sync_op: bool = True) -> _Receive:
     def deliver(part: np.ndarray[Any, Any]) -> None:
-        whole = to_array(tensor).reshape(-1).copy()
-        whole[_part(whole.size, parts, index)] = part
-        fill(tensor, whole)
+        full = to_array(tensor).reshape(-1).copy()
+        full[_part(full.size, parts, index)] = part
+        fill(tensor, full)
 
-    return _begin(_Receive(self, src, array_dtype(tensor), deliver), sync_op)
+    return _start_receive(_Receive(self, src, array_dtype(tensor), deliver), sync_op)
 
 
 def _all_gather_partial(self: Any, out: Any, tensor: Any, parts: int, index: int, sync_op: bool = True) -> Done:
@@ -477,7 +476,7 @@ def _all_gather_partial(self: Any, out: Any, tensor: Any, parts: int, index: int
 
 
 def apply() -> None:
-    """Give ``ProcessGroupGloo`` its point-to-point methods."""
+    """Set the point-to-point methods of ``ProcessGroupGloo``."""
     methods: dict[str, Callable[..., Any]] = {
         "send": _send,
         "recv": _recv,
@@ -487,7 +486,7 @@ def apply() -> None:
     }
     for name, method in methods.items():
         setattr(core.ProcessGroupGloo, name, method)
-        # The "calc stream" variants order themselves with computation, which on a CPU everything does.
+        # The "calc stream" variants are ordered with computation; on a CPU everything is.
         setattr(core.ProcessGroupGloo, f"{name}_on_calc_stream", method)
     for name, method in {"_start_coalescing": _start_coalescing, "_end_coalescing": _end_coalescing}.items():
         setattr(core.ProcessGroupGloo, name, method)

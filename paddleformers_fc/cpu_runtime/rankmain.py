@@ -1,8 +1,8 @@
 """The main program of a launched rank.
 
-``python -m paddleformers_fc.cpu_runtime.rankmain LIFELINE (SCRIPT | -m MODULE) ARGS...`` prepares stack dumps and the
-end of the rank when its launcher vanishes (:mod:`.ranks`), and then becomes the script, as with ``python SCRIPT
-ARGS...``. A rank whose script has succeeded stays until the other ranks are done.
+``python -m paddleformers_fc.cpu_runtime.rankmain LIFELINE (SCRIPT | -m MODULE) ARGS...`` sets up stack dumps and the
+life line to the launcher (:mod:`.ranks`), then runs the script like ``python SCRIPT ARGS...``. After its script has
+succeeded, a rank waits until the other ranks have finished.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
     lifeline, *command = sys.argv[1:]
     ranks.prepare_rank(int(lifeline))
     try:
-        _become(command)
+        _run(command)
     except SystemExit as end:
         if end.code in (None, 0, ranks.SAVED_ON_SIGNAL):
             ranks.leave()
@@ -27,7 +27,7 @@ def main() -> None:
     ranks.leave()
 
 
-def _become(command: list[str]) -> None:
+def _run(command: list[str]) -> None:
     if command[0] == "-m":
         sys.argv = command[1:]
         sys.path.insert(0, os.getcwd())

@@ -1,10 +1,10 @@
-"""The common part of all ways to start ranks on this machine: environment, ports, supervision, life line.
+"""Start and supervise ranks on this machine: environment, ports, supervision, life line.
 
-A job is a set of rank processes, each the leader of its own process group and with its own log. The supervisor polls
-them until all have ended. When one fails, the others get a few seconds to fail on their own (they usually notice, and
-their message is useful). After that, or on a timeout, each writes its Python stacks into its log and ends (SIGUSR1),
-and the rest of its process group is killed. Ranks hold the read end of a pipe, the life line, whose write end only
-their starter has: if the starter vanishes, its ranks end.
+A job is a set of rank processes, each the leader of its own process group with its own log. The supervisor polls them
+until all have ended. If one fails, the others have a few seconds to fail on their own, because their error messages are
+useful. After that, or on a timeout, each writes its Python stacks to its log and ends (SIGUSR1), and the rest of its
+process group is killed. Every rank has the read end of a pipe, the life line, whose write end only the parent has: if
+the parent dies, its ranks end.
 
 This module imports only the standard library.
 
@@ -28,31 +28,30 @@ from pathlib import Path
 from typing import Protocol
 
 PATIENCE_SECONDS = 1800.0
-"""How long a rank, or the process that starts ranks, waits for another process before that one counts as hung. On a
-loaded machine everything takes many times as long, so no limit of the CPU runtime is shorter than this one."""
+"""Time after which a process that another one waits for counts as hung. All timeouts of the CPU runtime are at least
+this long, because a loaded machine is many times slower."""
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 5.0
 FORWARDED_SECONDS = 30.0
-"""Seconds that ranks have after a forwarded signal, as under ``paddle.distributed.launch``."""
+"""Time for ranks to end after a forwarded signal, as under ``paddle.distributed.launch``."""
 
 DUMP_SECONDS = 60.0
 TIMED_OUT = 124
 SAVED_ON_SIGNAL = 85
-"""The exit code of a rank that has saved its training after a signal and ended. No shell, signal or sysexits.h uses
-it."""
+"""The exit code of a rank that has saved on a signal. No shell, signal or sysexits.h uses it."""
 _GOOD = (None, 0, SAVED_ON_SIGNAL)
-"""The return codes of ranks that have not failed; the others end likewise."""
+"""The return codes of ranks that have not failed."""
 
 _TAIL_BYTES = 12_000
 _MODULES = b"Extension modules: "
-"""The last line of a crash report of Python's: 6 kB of names, behind the stacks."""
+"""The last line of Python's crash reports: 6 kB of module names after the stacks."""
 
 _PORTS = range(12000, 32000)
 
 
 class RankProcess(Protocol):
-    """A running rank: its process id, which is also its process group, and its return code once it has ended."""
+    """A rank: its process id, which is also its process group, and its return code after its end."""
 
     @property
     def pid(self) -> int: ...
@@ -65,10 +64,10 @@ class JobOutcome:
     """The outcome of the ranks of a job.
 
     Args:
-        returncodes: by rank; negative for a signal, as in :mod:`subprocess`.
-        timed_out: the time was over before the last rank had ended.
+        returncodes: codes by rank; negative for a signal, as in :mod:`subprocess`.
+        timed_out: whether the timeout ended the job.
         seconds: from the first rank's start to the last one's end.
-        alone: the ranks that were not ended by the supervisor, in the order in which they ended, as far as it is known.
+        alone: the ranks that the supervisor did not end, in the order in which they ended, as far as it is known.
     """
 
     returncodes: tuple[int, ...]
@@ -78,7 +77,7 @@ class JobOutcome:
 
     @property
     def returncode(self) -> int:
-        """0 when all ranks returned 0, 124 when time was over, else the first failure's code (128 + n for signal n)."""
+        """0 if all ranks returned 0, 124 after a timeout, else the first failure's code (128 + n for signal n)."""
         if self.timed_out:
             return TIMED_OUT
         failed = next((code for code in self.returncodes if code != 0), 0)
@@ -88,8 +87,7 @@ class JobOutcome:
 def free_ports(count: int) -> list[int]:
     """Return ``count`` different free ports of the loopback interface.
 
-    They are below the system's range of ports for outgoing connections, so that no connection of the job takes one of
-    them before it is bound.
+    The ports are below the system's range for outgoing connections, so that no connection takes one before it is bound.
     """
     found: list[int] = []
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
@@ -105,7 +103,7 @@ def free_ports(count: int) -> list[int]:
 def rank_environments(nproc: int) -> list[dict[str, str]]:
     """Return the environment variables of each rank of a new local job, by rank.
 
-    They are those of ``paddle.distributed.launch`` with the gloo backend, and those that PaddleFormers reads besides.
+    These are the variables of ``paddle.distributed.launch`` with the gloo backend, and others that PaddleFormers reads.
     """
     *ports, master = free_ports(nproc + 1)
     endpoints = [f"127.0.0.1:{port}" for port in ports]
@@ -137,13 +135,13 @@ def rank_environments(nproc: int) -> list[dict[str, str]]:
 def supervise(
     processes: Sequence[RankProcess], timeout: float, grace: float, each_poll: Callable[[], bool | None] = lambda: None
 ) -> JobOutcome:
-    """Wait for all ranks, or for the first that fails, or until time is over; nothing of the job runs afterwards.
+    """Wait until all ranks have ended, one has failed, or the timeout is over. Then end all processes of the job.
 
     Args:
-        processes: the ranks, by rank, just started.
-        timeout: seconds for the whole job.
-        grace: seconds for the other ranks to end by themselves once one has failed.
-        each_poll: called every 20 ms. True ends the job as the timeout does. Its exception ends the job and is raised
+        processes: the started ranks, by rank.
+        timeout: seconds for the complete job.
+        grace: seconds in which the other ranks may end by themselves after one has failed.
+        each_poll: called every 20 ms. True ends the job like the timeout. An exception ends the job and is raised
             again.
     """
     start = time.monotonic()
@@ -180,13 +178,13 @@ def supervise(
 
 
 def _newly_ended(processes: Sequence[RankProcess], known: Sequence[int]) -> list[int]:
-    """Return the ranks that have ended since, killed ranks first: the end of another rank does not kill a rank."""
+    """Return newly ended ranks, killed ones first: they are the cause, because no rank is killed by another's end."""
     ended = {rank: code for rank, one in enumerate(processes) if rank not in known and (code := one.poll()) is not None}
     return sorted(ended, key=lambda rank: ended[rank] != -signal.SIGKILL)
 
 
 def end_with_stacks(processes: Sequence[RankProcess]) -> None:
-    """Make each rank write its Python stacks into its log and end; one that cannot within a minute is left running."""
+    """Make each rank write its Python stacks to its log and end, and wait for that at most a minute."""
     for process in processes:
         os.kill(process.pid, signal.SIGUSR1)
     end = time.monotonic() + DUMP_SECONDS
@@ -195,43 +193,43 @@ def end_with_stacks(processes: Sequence[RankProcess]) -> None:
 
 
 def kill(processes: Sequence[RankProcess]) -> None:
-    """Kill every rank's process group, whose leader may have ended before its children, and wait for the leaders."""
+    """Kill every rank's process group, even if its leader has ended, and wait for the leaders."""
     for process in processes:
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            pass  # All of it has ended.
+            pass  # The process group has ended.
     while any(process.poll() is None for process in processes):
         time.sleep(POLL_SECONDS)
 
 
 def prepare_rank(lifeline: int) -> None:
-    """Prepare a new rank: dump stacks and end on SIGUSR1, end when the life line is closed. It leads a process group.
+    """Prepare a new rank: on SIGUSR1 dump stacks and end; when the life line closes, kill its process group.
 
     Args:
         lifeline: file descriptor of the pipe's read end.
     """
     faulthandler.enable()
-    # Chained to the signal's default action: the process ends when, and not before, all stacks are written.
+    # Chain to the default action, so that the process ends after all stacks are written.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
 
     def watch() -> None:
-        os.read(lifeline, 1)  # No byte is ever written: this returns when the starter has gone.
-        os.killpg(os.getpgrp(), signal.SIGKILL)  # This rank, which leads its group, and whatever it has started.
+        os.read(lifeline, 1)  # Nothing is ever written, so this returns when the parent has died.
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # This rank and its children.
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
 def leave() -> None:
-    """At the end of a rank: call :func:`paddleformers_fc.cpu_runtime.p2p.leave` if messages are in use."""
+    """Call :func:`paddleformers_fc.cpu_runtime.p2p.leave` at the end of a rank, if that module is in use."""
     p2p = sys.modules.get("paddleformers_fc.cpu_runtime.p2p")
     if p2p is not None:
         p2p.leave()
 
 
 def tail(log: Path) -> str:
-    """Return the end of a rank's log, about 12 kB of text; empty when there is no log."""
+    """Return the end of a rank's log, about 12 kB of text; empty if there is no log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 2 * _TAIL_BYTES))

@@ -1,12 +1,12 @@
 """Sharding of optimizer states, gradients and parameters in main memory.
 
 Stage 1 version 2 keeps gradients as views of one fused buffer. On a CPU, ``Tensor.clear_gradient(True)`` marks a
-gradient as empty instead of zeroing it, and the next backward replaces it by a new tensor. From the second step on
-backward does not write to the buffer, and training is silently wrong. Zeroing in place keeps the views.
+gradient as empty instead of zeroing it, and the next backward replaces it with a new tensor. So from the second step on
+gradients do not reach the buffer, and training is silently wrong. Zeroing in place keeps the views.
 
-Stages 2 and 3 work on a CPU once four values change. These are the flag of a build for an accelerator (asserted), the
-device number (parsed out of its name), the flag that moves parameters off the accelerator, and the list of custom
-devices, in which the dispatcher ``group_sharded_parallel`` looks for the device.
+Stages 2 and 3 only need four values to work on a CPU: the flag of a build for accelerators, which they assert, the
+device number, which they parse from the device name, the flag that moves parameters to the GPU, and the list of custom
+devices, in which ``group_sharded_parallel`` looks up the device.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _segment_size = 2**20
 
 
 def slice_above(elements: int) -> None:
-    """Let stage 3 slice parameters of more than so many elements, from now on and in this process.
+    """Let stage 3 slice parameters with more elements than this, from now on in this process.
 
-    PaddleFormers has no option for it, and Paddle's 2**20 leaves every parameter of a small model whole.
+    PaddleFormers has no option for it, and with Paddle's 2**20 no parameter of a small model is sliced.
     """
     global _segment_size
     _segment_size = elements
@@ -48,7 +48,7 @@ def clear_in_place() -> None:
     @functools.wraps(original)
     def clear_grad(self: Any, set_to_zero: bool = True) -> None:
         if self.sd_release_grads:
-            original(self, set_to_zero)  # Gradients are dropped, not kept: there is no view to lose.
+            original(self, set_to_zero)  # It releases gradients, so there are no views to keep.
             return
         for parameter in self._parameter_list:
             gradient = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
@@ -59,7 +59,7 @@ def clear_in_place() -> None:
 
 
 def stages_two_and_three() -> None:
-    """Let stages 2 and 3 take main memory for the device."""
+    """Let stages 2 and 3 use main memory as the device."""
     accelerated = ModuleView(core, is_compiled_with_cuda=lambda: True)
     numbered = ModuleView(paddle, get_device=lambda: "cpu:0")
     for module in (group_sharded_optimizer_stage2, group_sharded_stage3):
@@ -70,11 +70,11 @@ def stages_two_and_three() -> None:
 
     @functools.wraps(original)
     def add_rank_params(self: Any, trainable_params: Any, param2align: Any, convert_gpu: bool = True) -> None:
-        # The buffer is in its place; False means that it need not be moved.
+        # Do not move the buffer: it is in main memory already.
         original(self, trainable_params, param2align, False)
 
     group_sharded_storage.ParamStorage.add_rank_params = add_rank_params
-    # The dispatcher supports custom devices, so the CPU is listed as one.
+    # List the CPU as a custom device, which the dispatcher supports.
     devices = ModuleView(paddle.device, get_all_custom_device_type=lambda: ["cpu"])
     group_sharded.paddle = ModuleView(paddle, get_device=lambda: "cpu:0", device=devices)
     dispatch = sharding.group_sharded_parallel

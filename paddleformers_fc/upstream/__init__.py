@@ -116,7 +116,7 @@ def unknown_versions() -> list[str]:
         with suppress(metadata.PackageNotFoundError):
             versions.add(metadata.version(name))
         if found := sorted(set(map(without_build, versions)) - {known}):
-            tested = f"the known version is {name} {known}" if known else f"no version of {name} is tested"
+            tested = f"the tested version is {name} {known}" if known else f"no version of {name} is tested"
             lines.append(f"{name} {', '.join(found)} is installed; {tested}")
     return lines
 
@@ -159,7 +159,7 @@ def _differences(hook: Hook) -> Iterator[str]:
             return
         found = getattr(found, name)
     if hook.signature and hook.signature != (signature := _signature(found)):
-        yield f"{hook.place} has the parameters {signature}; the known ones are {hook.signature}"
+        yield f"{hook.place} has the parameters {signature}; expected {hook.signature}"
     function = _function(found)
     for name in hook.names:
         if not any(_has(found, one) if function is None else uses(function, one) for one in name.split("|")):

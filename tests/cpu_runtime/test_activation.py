@@ -67,7 +67,7 @@ def test_an_unknown_version_whose_hooks_are_the_known_ones_is_a_warning() -> Non
     log, before = Lines(), paddle.Tensor.cuda
     cpu_runtime.activate()
     assert paddle.Tensor.cuda is not before
-    assert "paddle 3.9.0 is installed; the known version is paddle 3.3.1" in log.lines[0]
+    assert "paddle 3.9.0 is installed; the tested version is paddle 3.3.1" in log.lines[0]
 
 
 @on_ranks(1, server="bare_ranks")

@@ -127,7 +127,7 @@ def test_a_message_of_another_size_is_refused() -> None:
     if rank == 0:
         dist.send(paddle.zeros([3]), dst=1)
         return
-    with pytest.raises(PeerError, match="A message from group rank 0 holds 3 elements where 2 are wanted"):
+    with pytest.raises(PeerError, match="A message from group rank 0 has 3 elements, expected 2"):
         received([2], 0)
 
 

@@ -72,7 +72,7 @@ def test_one_error_lists_every_difference_and_every_unknown_version(tmp_path: Pa
         tiny.training_arguments(SINGLE, str(tmp_path), cls=FlexTrainingArguments, **flags)
     trainer = "paddleformers.trainer.trainer:Trainer"
     assert list(caught.value.evidence) == [
-        "paddle 3.3.2 is installed; the known version is paddle 3.3.1",
+        "paddle 3.3.2 is installed; the tested version is paddle 3.3.1",
         f"{trainer}._load_rng_state is missing",
         f"{trainer}._save_checkpoint is missing",
     ]
@@ -235,7 +235,7 @@ def test_an_unknown_version_is_refused_before_a_process_group_exists_unless_it_i
     for name, version, is_metadata in refused:
         with pytest.raises(EnvironmentMismatch) as caught:
             make({name: version}, is_metadata)
-        known = f"{name} {version} is installed; the known version is {name} {upstream.VERSIONS[name]}"
+        known = f"{name} {version} is installed; the tested version is {name} {upstream.VERSIONS[name]}"
         assert known in str(caught.value)
         assert "flex_unknown_versions: warn" in str(caught.value)
     for key, value in DEVELOPMENT_KEYS.items():
