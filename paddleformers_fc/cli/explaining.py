@@ -49,7 +49,7 @@ def _box_text(box: BoxSource, tensor: ExplainedTensor) -> str:
 
 
 def _rule_text(rule: Rule) -> str:
-    """Return a rule in words: its tensors, its parts, and how each side interleaves them."""
+    """Return a rule as text: its tensors, its parts, and how each side interleaves them."""
     count = sum(len(part) if isinstance(part, tuple) else 1 for part in rule.parts)
     facts = [f"parts {list(rule.parts)} along axis {rule.axis}"] if count > 1 else []
     if list(rule.axes) != sorted(rule.axes):

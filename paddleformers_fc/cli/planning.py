@@ -116,7 +116,7 @@ def show(found: GridPlan, console: Console) -> None:
     if len(rows) > _SHOWN:
         console.print(f"and {count_text(len(rows) - _SHOWN, 'row')} more; --json has all ranks")
     casts = [f"{cast.name}: {cast.stored} to {cast.wanted}" for cast in found.cast]
-    for heading, lines in (("fresh", found.fresh), ("dropped", found.dropped), ("cast", casts)):
+    for heading, lines in (("not loaded", found.fresh), ("dropped", found.dropped), ("cast", casts)):
         if lines:
             console.print(Text.assemble((f"{heading}  ", "dim"), count_text(len(lines), "tensor")))
         for line in fold(lines):

@@ -184,7 +184,7 @@ class FlexFields:
         default_factory=dict,
         metadata={
             "help": 'Pass the weights to a function every N steps, such as {"steps": 10, "to": "my_engine.push"}. '
-            "The first rank calls it with the step and an iterator over names and whole tensors. Default: none."
+            "The first rank calls it with the step and an iterator over names and complete tensors. Default: none."
         },
     )
     flex_save_on_signal: str = _option(

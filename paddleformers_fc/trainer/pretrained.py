@@ -108,7 +108,7 @@ _IGNORED = (
 )
 """Arguments of ``from_pretrained`` that only PaddleFormers' own loader uses."""
 
-_REFUSED: dict[str, Callable[[Any], bool]] = {
+_UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "state_dict": lambda given: given is not None,
     "ignore_mismatched_sizes": bool,
     "variant": lambda given: given is not None,
@@ -173,7 +173,7 @@ def _from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[s
         FlexError: as :func:`load_open_weights`.
     """
     _check_arguments(cls, keywords)
-    given = {name: value for name, value in keywords.items() if name not in (*_IGNORED, *_REFUSED)}
+    given = {name: value for name, value in keywords.items() if name not in (*_IGNORED, *_UNSUPPORTED)}
     source = {name: given.pop(name, None) for name in ("cache_dir", "download_hub", "subfolder")}
     dtype = given.pop("dtype", None)
     config, given = _configuration(cls, named, given, source)
@@ -254,8 +254,8 @@ def _fill_adapters(
 
 
 def _check_arguments(cls: Any, keywords: dict[str, Any]) -> None:
-    refused = [name for name, is_refused in _REFUSED.items() if name in keywords and is_refused(keywords[name])]
-    if refused:
+    unsupported = [name for name, rejects in _UNSUPPORTED.items() if name in keywords and rejects(keywords[name])]
+    if unsupported:
         raise OptionError(
             "flex_checkpoint: true contradicts an argument of from_pretrained.",
             where=f"{cls.__name__}.from_pretrained",
@@ -263,7 +263,7 @@ def _check_arguments(cls: Any, keywords: dict[str, Any]) -> None:
                 f"{name}: not supported by the reader of open weights"
                 if name == "state_dict"
                 else f"{name}={keywords[name]!r}: not supported by the reader of open weights"
-                for name in refused
+                for name in unsupported
             ],
             next_step="Remove the argument; or build the model from its configuration, and assign its weights.",
         )

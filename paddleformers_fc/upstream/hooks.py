@@ -80,7 +80,7 @@ _TRAINER = """
         ignore_data_skip ignore_load_lr_and_optim ignore_save_lr_and_optim load_best_model_at_end max_steps
         metric_for_best_model optim output_dir overwrite_output_dir per_device_train_batch_size resume_from_checkpoint
         save_total_limit seed sharding should_log to_dict world_size dataloader_drop_last
-    # Compared with flex_checkpoint. A renamed option would no longer be refused.
+    # Compared with flex_checkpoint. A renamed option would no longer be detected.
     TrainingArguments: unified_checkpoint save_sharded_model load_sharded_model ckpt_quant_stage use_async_save
         enable_auto_parallel auto_parallel_resume_form_hybrid_parallel pdc_download_ckpt
     TrainingArguments.__post_init__: use_hybrid_parallel
@@ -209,7 +209,7 @@ _FORMERS = """
     # Compared with the arguments of the run that saved a checkpoint.
     TrainingArguments: learning_rate adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm scale_loss
         lr_scheduler_type warmup_ratio warmup_steps min_lr lr_end num_cycles power num_train_epochs
-    # Compared with flex_checkpoint. A renamed option would no longer be refused.
+    # Compared with flex_checkpoint. A renamed option would no longer be detected.
     TrainingArguments: save_checkpoint_format load_checkpoint_format enable_zero_cost_checkpoint
         flash_device_save_steps online_merge_ema
     # Moved to the keys of this package, or read. A renamed option would have no effect.
@@ -276,7 +276,7 @@ _NLP = """
     _save(self, output_dir=None, state_dict=None, merge_tensor_parallel=False)
 {library}.trainer.training_args:
     TrainingArguments: tensor_parallel_degree pipeline_parallel_degree sharding_parallel_degree
-    # Compared with flex_checkpoint. A renamed option would no longer be refused.
+    # Compared with flex_checkpoint. A renamed option would no longer be detected.
     TrainingArguments: sep_parallel_degree context_parallel_degree expert_parallel_degree use_expert_parallel
         sharding_parallel_config pipeline_parallel_config offload_optim force_reshard_pp to_static
 {library}.peft: LoRAModel

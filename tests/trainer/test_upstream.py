@@ -245,7 +245,7 @@ def test_an_unknown_version_is_refused_before_a_process_group_exists_unless_it_i
     assert not paddle.distributed.is_initialized()
     unknown = {"paddle": "3.3.2", "paddleformers": "1.2.1"}
     assert not any("is installed" in line for line in make(unknown, flex_checkpoint=False))
-    for version in ("3.3.1.post126", "3.3.1+cu126"):  # Builds of the known version for a device.
+    for version in ("3.3.1.post126", "3.3.1+cu126"):  # Builds of the tested version for a device.
         make({"paddle": version})
     warned = any("paddle 3.3.2 is installed" in line for line in make(unknown, flex_unknown_versions="warn"))
     assert warned or paddle.distributed.get_rank() > 0
