@@ -51,7 +51,7 @@ _SIZES = frozenset(
 """Keys of a model's configuration that change shapes or names of tensors."""
 
 
-def require_paddleformers(doing: str) -> None:
+def check_paddleformers_installed(doing: str) -> None:
     """Check that PaddleFormers is installed.
 
     Args:
@@ -329,12 +329,12 @@ def checkpoint_to_resume(values: Values, nodes: int) -> AnyPath | None:
 
 def _checked_checkpoint(found: AnyPath, values: Values, nodes: int) -> AnyPath | None:
     if not isinstance(found, Path):
-        resume.require_checkpoint(found)
+        resume.check_is_checkpoint(found)
         return found
     if nodes > 1:
         return None  # Files may be on disks of other nodes; the ranks check together.
     try:
-        resume.require_checkpoint(found)
+        resume.check_is_checkpoint(found)
     except NotACheckpoint as error:
         if exists(found):
             raise

@@ -194,7 +194,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str], claim_log
         FlexError: as :func:`.start_checks.check` and :func:`.nodes.this_node`; or Paddle has no such device.
         StorageError: the output directory cannot be created or is not writable.
     """
-    start_checks.require_paddleformers("Training")
+    start_checks.check_paddleformers_installed("Training")
     settings = {**read_settings(config), **parse_overrides(overrides)}
     named = Path(str(settings.get(REGISTER_KEY) or register.PATH)).resolve()
     own, node = None if named == register.PATH else named, nodes.this_node(os.environ)

@@ -30,7 +30,7 @@ _FORWARD = "_gen_aoa_config", "gen_aoa_statements"
 _INVERSE = "_gen_inv_aoa_config", "gen_inv_aoa_statements"
 
 
-def require_mapped(model: Any, model_type: str) -> None:
+def check_mapped(model: Any, model_type: str) -> None:
     """Check that a family declares a model type, or that the model or its class has statements.
 
     Raises:

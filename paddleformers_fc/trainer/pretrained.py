@@ -77,7 +77,7 @@ def is_verified(model: Any) -> bool:
     return getattr(model, _SOURCE, None) == _VERIFIED
 
 
-def require_verified(model: Any) -> None:
+def check_verified(model: Any) -> None:
     """Check that PaddleFormers' loader has filled neither a model nor any layer of it.
 
     Raises:
@@ -178,7 +178,7 @@ def _from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[s
     dtype = given.pop("dtype", None)
     config, given = _configuration(cls, named, given, source)
     _check_type(cls, config, named)
-    own_statements.require_mapped(cls, config.model_type)
+    own_statements.check_mapped(cls, config.model_type)
     _check_not_quantized(config)
     channel = channel_of(options)
     directory = run_on_all(channel, f"finding {named}", lambda: _directory(cls, str(named), config, source))

@@ -391,7 +391,7 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
         return lineage.look_for_runs(places, channel).names if channel.rank else []
 
     def config() -> Mapping[str, Any]:
-        require_checkpoint(directory)
+        check_is_checkpoint(directory)
         return search.config or {}
 
     def restore_backup() -> bool:
@@ -413,7 +413,7 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
     return Choice(directory, opening.checkpoint, named=True, saved=_saved_on_all(listed, opening.names, search))
 
 
-def require_checkpoint(directory: AnyPath) -> None:
+def check_is_checkpoint(directory: AnyPath) -> None:
     """Check that a directory named in ``resume_from_checkpoint`` is a checkpoint, by its file names alone.
 
     Raises:

@@ -104,7 +104,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     run_on_all(
         channel,
         "checking where the model's weights come from",
-        lambda: pretrained.require_verified(trainer.model),
+        lambda: pretrained.check_verified(trainer.model),
     )
     base_fingerprint.identify_once(trainer.model, channel)
     settings, url = ema.settings_of(arguments), upload_url(arguments)
