@@ -1,7 +1,7 @@
-"""The model that PaddleFormers builds from open weights or adapters on one rank: the tensors of a flex checkpoint.
+"""Describe the model that PaddleFormers builds from open weights or adapters on one rank, without building it.
 
-No model is built. Names and shapes follow from the configuration and the declaration of the family, dtypes from the
-stored tensors, so that no number changes.
+A conversion to a flex checkpoint writes the tensors of this model. Names and shapes come from the configuration and the
+family, dtypes from the stored tensors, so that no value changes.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from paddleformers_fc.text import count_text, fold
 
 _COMPARE = "Compare config.json with the weights; nothing was written."
 _ONE_DTYPE = "Store these parts in one dtype, or set the option of config.json that fuses them to false."
-"""For parts of one tensor, of which one would be rounded."""
+"""For parts of one tensor with different dtypes: one of them would be rounded."""
 
 
 def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) -> StoredModel:
-    """Return the model of open weights, without layers that are optional and not stored.
+    """Return the model of open weights, without optional layers that are not stored.
 
     Args:
         checkpoint: opened open weights, or adapters in canonical names.
-        adapters: of such adapters; the model then has the stored tensors alone.
+        adapters: the adapters, if ``checkpoint`` contains them; the model then only has the stored tensors.
     Raises:
         OptionError: there is no configuration.
-        MappingError: no family declares the model, the weights have other tensors than it, or parts of one tensor have
-            several dtypes.
+        MappingError: no family declares the model, tensors are missing or unexpected, or parts of one tensor have
+            different dtypes.
     """
     root = checkpoint.catalog.root
     if not checkpoint.config:
         raise OptionError(
             f"{root} has no {CONFIG_NAME}, from which the tensors of its model follow.",
             where=str(root / CONFIG_NAME),
-            next_step="Name a directory with the model's config.json, or put it there.",
+            next_step="Name a directory with the model's config.json, or copy it there.",
         )
     family = family_for(checkpoint.config)
     described = structs.replace(described_by_file(checkpoint.config), partial=True, adapters=adapters)
@@ -58,16 +58,16 @@ def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) 
     own, read = stored - aliases.keys(), {name for rule in rules.rules for name in rule.sources}
     unread = optional.missed(sorted(own - read), own)
     _raise_faults(checkpoint, unread, f"has {_count(unread)} that its model does not have", _COMPARE)
-    made: dict[str, list[str]] = {}
+    sources_of: dict[str, list[str]] = {}
     for rule in rules.rules:
         for name in rule.targets:
-            made.setdefault(name, []).extend(rule.sources)
+            sources_of.setdefault(name, []).extend(rule.sources)
     owners = rules.aliases
     kept: list[ModelTensor] = []
     mixed: list[str] = []
     missing: dict[str, None] = {}
     for one in tensors:
-        sources = made.get(owners.get(one.name, one.name), [])
+        sources = sources_of.get(owners.get(one.name, one.name), [])
         kinds = {name: dtypes[name] for name in sources if name in dtypes}
         absent = {name: None for name in sources if name not in dtypes and name not in optional}
         if len(set(kinds.values())) > 1:
@@ -88,12 +88,12 @@ def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) 
 
 
 def _with_patterns(adapters: Adapters, names: Collection[str], kept: Collection[str]) -> Adapters:
-    """Return adapters with PaddleFormers' patterns of the layers and tensors that are stored.
+    """Replace the patterns of adapters by PaddleFormers' patterns of the stored layers and tensors.
 
     Args:
-        adapters: with the patterns of another program.
+        adapters: adapters with the patterns of another program.
         names: all tensors that the model can have.
-        kept: those that are stored.
+        kept: the stored tensors.
     """
     ending = f".{B}"
     leaves: dict[str, list[str]] = {}
@@ -101,11 +101,11 @@ def _with_patterns(adapters: Adapters, names: Collection[str], kept: Collection[
         if name.endswith(ending):
             leaves.setdefault(name.removesuffix(ending).rpartition(".")[2], []).append(name)
     stored = frozenset(kept)
-    whole = [leaf for leaf, own in leaves.items() if stored.issuperset(own)]
-    others = [name for leaf, own in leaves.items() if leaf not in whole for name in own if name in stored]
+    complete = [leaf for leaf, own in leaves.items() if stored.issuperset(own)]
+    others = [name for leaf, own in leaves.items() if leaf not in complete for name in own if name in stored]
     return msgspec.structs.replace(
         adapters,
-        target_modules=(*layer_patterns(whole), *(re.escape(name.removesuffix(ending)) for name in others)),
+        target_modules=(*layer_patterns(complete), *(re.escape(name.removesuffix(ending)) for name in others)),
         trainable_modules=tuple(re.escape(name) for name in sorted(kept) if not is_adapter(name)),
     )
 
@@ -115,7 +115,7 @@ def _count(tensors: Collection[str]) -> str:
 
 
 def _raise_faults(checkpoint: OpenedCheckpoint, tensors: Collection[str], problem: str, next_step: str) -> None:
-    """Refuse a checkpoint because of the named tensors, if there are any."""
+    """Raise an error that lists tensors, if there are any."""
     if tensors:
         raise MappingError(
             f"{checkpoint.catalog.root} {problem}.",

@@ -1,8 +1,8 @@
-"""The common form of every source of tensors: the location of each stored box.
+"""The catalog: where each box of each stored tensor is, for every format.
 
-A catalog is built from headers alone; no tensor byte is read. Tensors with equal cuts share one :class:`StoredForm`.
-Facts that depend on boxes are computed once for all of them, and a tensor consists of its name and its places. Time and
-memory are linear in the stored shards, a few hundred bytes each.
+A catalog is built from headers; no tensor bytes are read. Tensors with equal cuts share a :class:`StoredForm`, so facts
+about boxes are computed once for all of them, and a tensor only has its name and file offsets. Time and memory are
+linear in the stored shards, a few hundred bytes each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paddleformers_fc.storage import paths
 from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities
 
 EVERYONE: Mapping[str, Sequence[int]] = MappingProxyType({})
-"""For catalogs with files that are visible to every rank."""
+"""Visibility of a catalog whose files are visible to every rank."""
 
 
 FileOffset = tuple[str, int]
@@ -30,11 +30,11 @@ FileOffset = tuple[str, int]
 
 
 class StoredFragment(msgspec.Struct, frozen=True):
-    """A box that is contiguous and row-major in a file.
+    """A box that is stored contiguously, in row-major order.
 
     Args:
         file: path relative to the catalog's root.
-        begin: byte offset of the box's first element in the file.
+        begin: byte offset of the box's first element.
         box: global coordinates.
     """
 
@@ -44,14 +44,14 @@ class StoredFragment(msgspec.Struct, frozen=True):
 
 
 class StoredForm(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """The properties that tensors with equal cuts share. Two are equal only if they are the same object.
+    """The properties that tensors with equal cuts share. Forms are compared by identity.
 
     Args:
-        dtype: element type by its numpy name.
+        dtype: numpy name of the element type.
         shape: the global shape.
-        boxes: the boxes that are stored, in global coordinates.
-        file_dtype: element type in the files, if it differs: numbers are cast when they are read.
-        turned: whether files contain every box with its axes in reverse order.
+        boxes: the stored boxes, in global coordinates.
+        file_dtype: element type in the files, if it differs; values are cast when they are read.
+        turned: whether the files contain every box transposed, with its axes in reverse order.
         tiles: whether the boxes are known to tile the tensor.
     """
 
@@ -64,31 +64,31 @@ class StoredForm(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @property
     def held_dtype(self) -> str:
-        """Element type of the bytes in the files."""
+        """Element type in the files."""
         return self.file_dtype or self.dtype
 
     @property
     def content(self) -> tuple[object, ...]:
-        """Everything that the form consists of, for comparisons of forms by value."""
+        """All properties, for comparisons of forms by value."""
         return self.dtype, self.shape, self.boxes, self.file_dtype, self.turned
 
     def in_file(self, shape: Shape, part: Box) -> tuple[Shape, Box]:
-        """Return the shape of a stored box and a region of it as the file contains them."""
+        """Return the shape of a stored box, and a region of it, in the orientation of the file."""
         return (shape[::-1], Box(part.lo[::-1], part.hi[::-1])) if self.turned else (shape, part)
 
     def file_axes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return axes of the file for axes of the tensor; negative ones are kept."""
+        """Convert axes of the tensor to axes in the file; negative values are kept."""
         last = len(self.shape) - 1
         return tuple(last - axis if axis >= 0 else axis for axis in axes) if self.turned else axes
 
     @cached_property
     def finder(self) -> BoxFinder:
-        """Finds boxes by box."""
+        """Finds the stored boxes that intersect a box."""
         return BoxFinder(self.boxes)
 
     @cached_property
     def faults(self) -> list[CoverFault]:
-        """The positions at which the boxes fail to tile the tensor."""
+        """The gaps and overlaps of the boxes."""
         return [] if self.tiles else cover_faults(whole(self.shape), self.boxes)
 
 
@@ -96,8 +96,8 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A tensor as it is stored.
 
     Args:
-        name: its name in the stored space.
-        form: its dtype, its shape and how it is cut.
+        name: its stored name.
+        form: its dtype, shape and boxes.
         offsets: file and byte offset of each box of the form.
     """
 
@@ -107,7 +107,7 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def dtype(self) -> str:
-        """Element type by its numpy name."""
+        """Numpy name of the element type."""
         return self.form.dtype
 
     @property
@@ -117,13 +117,13 @@ class StoredTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def fragments(self) -> tuple[StoredFragment, ...]:
-        """The boxes, each with its place."""
+        """The boxes with their locations."""
         return tuple(
             StoredFragment(file, begin, box) for (file, begin), box in zip(self.offsets, self.form.boxes, strict=True)
         )
 
     def faults(self) -> Iterator[str]:
-        """Yield the positions at which the stored boxes fail to tile the tensor: holes and overlaps."""
+        """Yield the gaps and overlaps of the stored boxes."""
         for fault in self.form.faults:
             if fault.writers:
                 first, second = (self.offsets[index][0] for index in fault.writers)
@@ -136,10 +136,10 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
     """Everything that is stored under one directory.
 
     Args:
-        root: the directory, of this machine or of a store.
+        root: the directory, local or at a URL.
         roles: role -> full name -> tensor.
         identities: the identities of the files when they were checked.
-        visible_to: for every file that is not visible to all ranks of the job, the ranks with access to it, rising.
+        visible_to: for every file that is not visible to all ranks, the ranks with access to it, in ascending order.
     """
 
     root: paths.AnyPath
@@ -149,12 +149,12 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def sorted_names(self) -> dict[str, list[str]]:
-        """The names of every role in an order that is the same on all ranks."""
+        """The names of every role, in the same order on all ranks."""
         return {role: sorted(tensors) for role, tensors in self.roles.items()}
 
     @property
     def count(self) -> int:
-        """The number of stored tensors, of all roles."""
+        """The number of stored tensors of all roles."""
         return sum(map(len, self.roles.values()))
 
     def reader(self, file: str) -> int:
@@ -162,7 +162,7 @@ class Catalog(msgspec.Struct, frozen=True, dict=True):
         return self.visible_to.get(file, (0,))[0]
 
     def faults(self) -> Iterator[str]:
-        """Return the tensors that are not stored whole and once."""
+        """Yield the gaps and overlaps of all tensors."""
         for names in self.roles.values():
             for tensor in names.values():
                 if tensor.form.faults:
@@ -173,12 +173,12 @@ Array = np.ndarray[Any, Any]
 
 
 class _Cut(msgspec.Struct, frozen=True):
-    """How the shards of a tensor cut it.
+    """How a tensor is cut into shards.
 
     Args:
         form: its dtype, shape and boxes.
-        fragments: for every box the number of its shard, and the offset in bytes from the first byte of the shard.
-        odd: the numbers of shards of another dtype or shape than the first, which have no boxes in the form.
+        fragments: for every box, the number of its shard, and its byte offset in the shard.
+        odd: the numbers of shards whose dtype or global shape differs from the first; the form does not contain them.
     """
 
     form: StoredForm
@@ -187,13 +187,13 @@ class _Cut(msgspec.Struct, frozen=True):
 
 
 class StoredOffsets(msgspec.Struct, frozen=True, gc=False):
-    """Looks up where the boxes of a tensor are.
+    """The file offsets of a tensor's boxes, computed on access.
 
     Args:
         table: the shards.
-        rows: their numbers, by tensor.
-        begin: where the tensor begins in them.
-        fragments: of its cut.
+        rows: the numbers of shards, sorted by tensor.
+        begin: the position of the tensor's first shard in ``rows``.
+        fragments: the fragments of the tensor's cut.
     """
 
     table: ShardTable
@@ -216,18 +216,18 @@ class StoredOffsets(msgspec.Struct, frozen=True, gc=False):
 class ShardTable(msgspec.Struct, frozen=True):
     """The shards of many files, in columns.
 
-    Layers repeat, so each distinct *place* (dtype, global shape, box, range) is stored once. Tensors that consist of
-    the same places share their form, which is determined once.
+    Layers repeat, so each distinct *place* (dtype, global shape, box, range) is stored once. Tensors with the same
+    places share their form, which is computed once.
 
     Args:
         names: the names of tensors.
-        places: for every place a shard, whose name has no meaning.
-        widths: for every place the bytes of an element in the file.
+        places: for every place a shard, whose name is meaningless.
+        widths: for every place the bytes per element in the file.
         paths: the files.
-        name: for every shard the number of its name.
-        place: that of its place.
-        file: that of its file.
-        offset: of its first byte in the file.
+        name: for every shard, the number of its name.
+        place: for every shard, the number of its place.
+        file: for every shard, the number of its file.
+        offset: for every shard, the offset of its first byte in the file.
     """
 
     names: Sequence[str]
@@ -242,7 +242,7 @@ class ShardTable(msgspec.Struct, frozen=True):
     _forms: dict[str, StoredForm] = msgspec.field(default_factory=dict)
 
     def tensors(self, rows: Array) -> tuple[dict[str, StoredTensor], list[str]]:
-        """Gather the tensors of some shards, in the order of their first ones.
+        """Group some shards by tensor, in the order of each tensor's first shard.
 
         Returns:
             the tensors by name, and the contradictions between files as text.
@@ -264,7 +264,7 @@ class ShardTable(msgspec.Struct, frozen=True):
         return found, faults
 
     def _contradiction(self, name: str, first: int, other: int) -> str:
-        """Return that two shards of a tensor differ in more than their place."""
+        """Describe two shards of a tensor with different dtypes or global shapes."""
         known, one = (self.places[self.place[row]] for row in (first, other))
         return (
             f"{name}: {self.paths[self.file[other]]} has {one.dtype} {list(one.global_shape)}, "
@@ -272,7 +272,7 @@ class ShardTable(msgspec.Struct, frozen=True):
         )
 
     def _cut(self, places: bytes) -> _Cut:
-        """Return the cut of a tensor by the numbers of its places."""
+        """Return the cut of a tensor with these places."""
         found = self._cuts.get(places)
         if found is None:
             found = self._cuts[places] = self._new_cut(np.frombuffer(places, np.int32).tolist())
@@ -297,7 +297,7 @@ class ShardTable(msgspec.Struct, frozen=True):
 
 
 def _tile(shards: Sequence[Shard]) -> bool:
-    """Return whether ranges of boxes follow each other and these boxes tile their tensor, which is cheap to check."""
+    """Return whether the ranges fill their boxes and these boxes tile the tensor, which is cheaper to check."""
     ranges: dict[Box, list[tuple[int, int]]] = {}
     for one in shards:
         ranges.setdefault(one.box, []).append(one.flat or (0, one.box.volume))
@@ -313,7 +313,7 @@ def _tile(shards: Sequence[Shard]) -> bool:
 
 
 def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Gather tensors from the shards of many files.
+    """Group the shards of many files by tensor.
 
     Args:
         shards: shard, file, byte offset of its first element, bytes per element.
@@ -330,7 +330,7 @@ def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[s
         number, _ = places.setdefault(place, (len(places), shard))
         if number == len(places) - 1 and not have_own_hashes(hashes, (place, shard.box)):
             raise FormatError(
-                f"{file} has tensors of shapes that were chosen to be slow to read.",
+                f"{file} has tensors whose shapes have colliding hashes.",
                 where=file,
                 evidence=["two different shapes or positions have the same hash"],
                 next_step="Use another checkpoint, from a source that you trust.",

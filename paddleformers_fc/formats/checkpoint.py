@@ -682,11 +682,11 @@ def check_no_contradictions(checkpoint: OpenedCheckpoint, documents: Mapping[str
         Corrupt: with every contradiction.
     """
     root, record = checkpoint.catalog.root, checkpoint.manifest
-    stated = {MAPPING_NAME: _family(checkpoint)}
-    stated |= {name: _facts(name, values, record) for name, values in documents.items()}
+    by_file = {MAPPING_NAME: _family(checkpoint)}
+    by_file |= {name: _facts(name, values, record) for name, values in documents.items()}
     faults = [
         f"{name} has {what} {found!r}, {MANIFEST_NAME} has {recorded!r}"
-        for name, facts in stated.items()
+        for name, facts in by_file.items()
         for what, found, recorded in facts
         if found != recorded
     ]

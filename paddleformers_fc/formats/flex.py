@@ -1,7 +1,7 @@
-"""A finished flex checkpoint: its manifest, its rules and its catalog.
+"""The flex checkpoint format: opening, verifying and conversion.
 
-Opening reads the manifest, the index, ``mapping.json`` and ``config.json``; a file with tensors is opened by those who
-read it. A directory without a manifest is not a checkpoint and is refused before anything else is read.
+Opening reads the manifest, the index, ``mapping.json`` and ``config.json``. Files with tensors are only opened by the
+ranks that read them. A directory without a manifest is not a checkpoint, and nothing else in it is read.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text, size_text
 
 DOCUMENTS = (INDEX_NAME, MAPPING_NAME, CONFIG_NAME)
-"""The files beside the manifest that opening reads."""
+"""The files that opening reads besides the manifest."""
 
 _MOST_BYTES = {MAPPING_NAME: 512 * 1024 * 1024, INDEX_NAME: 256 * 1024 * 1024}
-"""The longest documents that are read: one tensor takes about a kilobyte of a mapping, 50 TB of blocks 100 MB."""
+"""Maximum sizes of metadata files. A tensor takes about 1 kB of the mapping; 50 TB of tensors take 100 MB of blocks."""
 
 
 def open_flex(directory: AnyPath, verify: str = "size", roles: Collection[str] | None = None) -> OpenedCheckpoint:
@@ -66,11 +66,12 @@ def open_flex(directory: AnyPath, verify: str = "size", roles: Collection[str] |
     Args:
         directory: ``checkpoint-N``.
         verify: ``off``, ``size`` or ``full``, see :func:`paddleformers_fc.storage.manifest.verify_files`.
-        roles: the roles whose tensors are read; None for all. Under ``off``, files of others need not exist.
+        roles: the roles whose tensors are read; None for all. Under ``off``, files of other roles need not exist.
     Raises:
-        NotACheckpoint: without a manifest.
-        Corrupt: files that are missing, of another size or checksum, or tensors not stored whole; all of them.
-        FormatError: a manifest, index or mapping that does not follow its format.
+        NotACheckpoint: there is no manifest.
+        Corrupt: files are missing or have another size or checksum, or tensors are incomplete; the error lists all of
+            them.
+        FormatError: the manifest, index or mapping is malformed.
     """
     identity, around = identities_of([directory / MANIFEST_NAME]), Surroundings(directory)
     manifest = read_manifest(directory)
@@ -80,7 +81,7 @@ def open_flex(directory: AnyPath, verify: str = "size", roles: Collection[str] |
 
 
 def _verify(directory: AnyPath, manifest: Manifest, level: str, around: Surroundings) -> None:
-    """Check the files of a checkpoint; under ``full`` by the checksums in the index, which locate damage."""
+    """Check the files of a checkpoint; ``full`` uses the checksums in the index, which show where damage is."""
     recorded: Mapping[str, FileChecksum] = {}
     if level == "full":
         raw = read_document_bytes(directory, manifest, INDEX_NAME)
@@ -89,11 +90,11 @@ def _verify(directory: AnyPath, manifest: Manifest, level: str, around: Surround
 
 
 def read_document_bytes(directory: AnyPath, manifest: Manifest, name: str) -> bytes:
-    """Return the bytes of one of :data:`DOCUMENTS` after comparing them with the manifest's checksum.
+    """Read one of :data:`DOCUMENTS` and compare it with the manifest's checksum.
 
     Raises:
-        Corrupt: the file is missing, altered or not listed: the content of an unlisted file is not checked.
-        FormatError: it is longer than any that was written.
+        Corrupt: the file is missing, changed or not listed.
+        FormatError: it is too long.
     """
     return read_listed(directory, manifest, name, _MOST_BYTES.get(name, MAX_DOCUMENT_BYTES))
 
@@ -104,26 +105,26 @@ def build_checkpoint(
     documents: Mapping[str, bytes],
     identity: Identities,
     around: Surroundings,
-    wanted: Collection[str] | None = None,
+    requested: Collection[str] | None = None,
 ) -> OpenedCheckpoint:
-    """Return a checkpoint that is whole: every tensor stored once, under the names of its rules.
+    """Return an opened checkpoint, after checking that all tensors of its rules are stored exactly once.
 
     Args:
         directory: ``checkpoint-N``.
         manifest: the commit record.
         documents: the contents of :data:`DOCUMENTS`.
-        identity: that of the manifest.
-        around: has looked at the files.
-        wanted: the roles to read; None for all.
+        identity: the identity of the manifest.
+        around: the files that were already checked.
+        requested: the roles to read; None for all.
     Raises:
-        Corrupt: it is not whole.
-        FormatError: a document that does not follow its format.
+        Corrupt: tensors are incomplete or do not match the rules.
+        FormatError: a metadata file is malformed.
     """
     index = decode_index(documents[INDEX_NAME], manifest.files, directory / INDEX_NAME)
     model, rules = decode_mapping(documents[MAPPING_NAME], str(directory / MAPPING_NAME))
     config = parse_config(documents[CONFIG_NAME], directory / CONFIG_NAME)
     tensors, found = {}, []
-    for role in ROLES if wanted is None else [one for one in ROLES if one in wanted]:
+    for role in ROLES if requested is None else [one for one in ROLES if one in requested]:
         gathered, contradictions = index.tensors(role)
         found.extend(contradictions)
         if gathered:
@@ -136,7 +137,7 @@ def build_checkpoint(
 
 
 def _name_faults(catalog: Catalog, rules: RuleSet) -> Iterator[str]:
-    """Yield weights that only the rules or only the files have. An alias may share its owner's file."""
+    """Yield weights that only the rules or only the files contain. Aliases need not be stored."""
     stored = catalog.roles.get(MODEL_STATE, {})
     aliases = {tie.alias for tie in rules.ties}
     for name, spec in rules.targets.items():
@@ -144,7 +145,7 @@ def _name_faults(catalog: Catalog, rules: RuleSet) -> Iterator[str]:
         if tensor is None:
             if name not in aliases:
                 yield f"{name}: in the rules and not stored"
-        # Rules and file both contain shape and dtype; readers would use wrong ones.
+        # Both rules and files contain shape and dtype, and readers rely on either.
         elif (form := tensor.form).shape != spec.shape or form.dtype != spec.dtype:
             stored_as = f"stored as {form.dtype} {list(form.shape)}"
             yield f"{name}: {stored_as}, declared by the rules as {spec.dtype} {list(spec.shape)}"
@@ -155,7 +156,7 @@ def _name_faults(catalog: Catalog, rules: RuleSet) -> Iterator[str]:
 
 
 def _model_rules(checkpoint: OpenedCheckpoint) -> RuleSet:
-    """Return the rules of the stored model, or of the model that is built from open weights."""
+    """Return the rules of the stored model, or of the model built from open weights."""
     return checkpoint.built.rules
 
 
@@ -170,7 +171,7 @@ def _all_files(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_byte
 
 
 def _documents(checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dict[str, bytes]:
-    """Return the mapping, and the state of the Trainer as far as the checkpoint has it."""
+    """Return the mapping, and the Trainer's state if the checkpoint has it."""
     model = checkpoint.built
     if MAPPING_NAME in checkpoint.recorded:
         mapping = checkpoint.document(MAPPING_NAME, _MOST_BYTES[MAPPING_NAME])
@@ -185,7 +186,7 @@ def _documents(checkpoint: OpenedCheckpoint, files: Sequence[OutputFile]) -> dic
 def _seal(
     checkpoint: OpenedCheckpoint, files: Sequence[OutputFile], written: Sequence[FileChecksum]
 ) -> dict[str, bytes]:
-    """Return the index, and the manifest: the source's with other files, or one of step 0 if the source has no run."""
+    """Return the index and the manifest: the source's manifest with the new files, or one of step 0 without a run."""
     record = checkpoint.manifest if checkpoint.has_run else _NO_RUN
     index = encode_index(shard_columns((one.path, one.tensors) for one in files), written)
     manifest = msgspec.structs.replace(
@@ -213,13 +214,11 @@ FLEX_WRITER = ExportWriter(
     seal=_seal,
     alone=True,
 )
-"""The files of a flex checkpoint. The commit of a save writes mapping and manifest; a conversion seals with them.
-
-A conversion stores the tensors of the model that was saved, whole, with its mapping: no number and no name changes.
-"""
+"""Writes a flex checkpoint in a conversion. It contains complete tensors of the saved model with its mapping, so no
+value and no name changes."""
 
 _NO_RUN = Manifest(written_by="", step=0, consumed_samples=0, world_size=1, parallel={}, family="", files=[])
-"""The record of a checkpoint of weights alone."""
+"""The manifest of a checkpoint that contains only weights."""
 
 
 def _is_flex(directory: AnyPath) -> bool:
@@ -232,12 +231,12 @@ def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> Op
 
 
 def read_config(directory: AnyPath) -> dict[str, Any]:
-    """Return the configuration after comparing it with the checksum in the manifest."""
+    """Read the configuration and compare it with the checksum in the manifest."""
     return parse_config(read_document_bytes(directory, read_manifest(directory), CONFIG_NAME), directory / CONFIG_NAME)
 
 
 def _verify_format(format: Format, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:
-    """Check the manifest, the files that it lists, and that every tensor is stored whole and once."""
+    """Check the manifest, the files that it lists, and that every tensor is stored exactly once."""
     with checks.required("manifest"):
         manifest = read_manifest(directory)
     checks.passed("manifest", manifest_text(manifest))
@@ -250,7 +249,7 @@ def _verify_format(format: Format, directory: AnyPath, level: str, checks: Check
     with checks.required("tensors"):
         opened = open_flex(directory, "off")
         indexed_files(opened).check(opened.files)
-    checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each stored whole and once")
+    checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each stored exactly once")
     return opened
 
 
@@ -258,7 +257,7 @@ FLEX = Format(
     name="flex_checkpoint",
     title="flex checkpoint",
     predicate="is a flex checkpoint",
-    advice="Name it in resume_from_checkpoint.",
+    advice="Set resume_from_checkpoint to it.",
     checks=("manifest", "files", "tensors", "run", "mapping", "equal values"),
     recognises=_is_flex,
     opener=_open,
@@ -278,5 +277,5 @@ def manifest_text(manifest: Manifest) -> str:
     summary = f"step {manifest.step:,}, {count_text(manifest.world_size, 'rank')}, {manifest.written_by}"
     if not manifest.differences:
         return summary
-    # That is a fault of the training, not of the checkpoint.
+    # This is a fault of the training run, not of the checkpoint.
     return f"{summary}; {count_text(len(manifest.differences), 'replica')} differed when it was saved, see inspect"

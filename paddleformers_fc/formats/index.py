@@ -1,14 +1,13 @@
-"""``flex_index.safetensors``: the places of all tensors of a checkpoint, and the checksums of all blocks.
+"""``flex_index.safetensors``: the locations of all tensors of a checkpoint, and the checksums of all blocks.
 
-The coordinator of a save writes it, so that a reader opens the files that it reads and no others. It is a safetensors
-file of integer arrays. Files have the order of the manifest, which seals the index by its digest; the shards of a file
-have the order of its bytes. Layers repeat, so each distinct *place* (dtype, global shape, box, range) is stored once,
-and a shard is the number of a name and the number of a place.
+The coordinator of a save writes the index, so that a reader opens only the files that it reads. It is a safetensors
+file of integer arrays. Files have the order of the manifest, which contains the digest of the index; the shards of a
+file are in byte order. Layers repeat, so each distinct *place* (dtype, global shape, box, range) is stored once, and a
+shard consists of the number of a name and the number of a place. :class:`IndexedFiles` compares the header of a file
+with the index before its first read.
 
-:class:`IndexedFiles` compares the header of a file with the index before the first read of it.
-
-Time: encoding and decoding are linear; a checkpoint of 2 million blocks takes a third of a second. Memory: the arrays,
-the names, and one object per place and per file.
+Encoding and decoding are linear; a checkpoint with 2 million blocks takes a third of a second. Memory consists of the
+arrays, the names, and one object per place and per file.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from paddleformers_fc.storage.safetensors import TensorEntry, layout_file, parse
 from paddleformers_fc.text import fold
 
 Columns = Mapping[str, Array]
-"""The arrays of an index, without those of blocks."""
+"""The arrays of an index, without the array of blocks."""
 
 HEADER = {"format": "flex"}
 """The metadata in the header of every file with tensors."""
@@ -59,14 +58,14 @@ _VECTORS = {
     **dict.fromkeys((*_TEXTS, _BLOCKS), "U8"),
 }
 _WHOLE = (-1, -1)
-"""The range of a place without one."""
+"""The encoding of a place without a range."""
 
 
 def shard_columns(files: Iterable[tuple[str, Sequence[Shard]]]) -> Columns:
     """Return the columns of an index that describe tensors.
 
     Args:
-        files: path and shards of every file with tensors, in the order of its bytes.
+        files: path and shards of every file with tensors; the shards are in byte order.
     """
     names: dict[str, int] = {}
     dtypes: dict[str, int] = {}
@@ -86,11 +85,11 @@ def shard_columns(files: Iterable[tuple[str, Sequence[Shard]]]) -> Columns:
             *(len(shape), *(flat or _WHOLE), *shape, *box.lo, *box.shape),
         )
     )
-    places_column = np.fromiter(numbers, np.int64)  # Before the names of dtypes are stored, which it finds.
+    places_column = np.fromiter(numbers, np.int64)  # This also fills ``dtypes``.
     for name in names:
         if "\0" in name:
             raise FormatError(f"The name {name!r} contains a null character and cannot be stored.")
-    # States are named after their parameter, so a name is stored as the number of what it shares, and of its ending.
+    # States are named after their parameter, so a name is stored as the numbers of its stem and of its ending.
     stems: dict[str, int] = {}
     endings: dict[str, int] = {}
     cuts = [(name[: name.rfind(".") + 1], name[name.rfind(".") + 1 :]) for name in names]
@@ -112,11 +111,11 @@ def shard_columns(files: Iterable[tuple[str, Sequence[Shard]]]) -> Columns:
 
 
 def encode_index(columns: Columns, checksums: Sequence[FileChecksum]) -> bytes:
-    """Return an index.
+    """Return the bytes of an index.
 
     Args:
         columns: the tensors, from :func:`shard_columns`.
-        checksums: of all files that the manifest lists but the index, in any order.
+        checksums: the checksums of all files of the manifest except the index, in any order.
     """
     ordered = sorted(checksums, key=lambda one: one.path)
     blocks = np.frombuffer(b"".join(one.blocks for one in ordered), np.uint8)
@@ -131,10 +130,10 @@ class Index(msgspec.Struct, frozen=True):
     """A decoded index.
 
     Args:
-        recorded: the checksums of all files that the manifest lists, by path.
+        recorded: the checksums of all files of the manifest, by path.
         table: the shards.
         files: the numbers of the files with tensors, by path.
-        bounds: for every file, and behind the last one, the number of its first shard in the table.
+        bounds: the number of the first shard of every file, and the total number of shards.
     """
 
     recorded: dict[str, FileChecksum]
@@ -149,13 +148,13 @@ class Index(msgspec.Struct, frozen=True):
         return self.table.tensors(np.concatenate(ranges)) if ranges else ({}, [])
 
     def shards(self, path: str) -> Iterator[StoredShard]:
-        """Yield the shards of a file, in the order of its bytes."""
+        """Yield the shards of a file, in byte order."""
         for name, like, begin in self._rows(path):
             shard = Shard(name, like.dtype, like.global_shape, like.box, like.flat)
             yield shard, path, begin, dtype_size(like.dtype)
 
     def entries(self, path: str) -> dict[str, TensorEntry]:
-        """Return the tensors of a file as its header has them."""
+        """Return the tensors of a file as its header must list them."""
         found: dict[str, TensorEntry] = {}
         for name, like, begin in self._rows(path):
             shape = like.box.shape if like.flat is None else (like.size,)
@@ -177,7 +176,7 @@ def decode_index(raw: bytes, records: Sequence[FileRecord], where: AnyPath) -> I
         records: the files that the manifest lists.
         where: path of the file, for errors.
     Raises:
-        FormatError: it does not follow its format, or contradicts the manifest.
+        FormatError: the index is malformed, or contradicts the manifest.
     """
     header = parse_header(where, raw)
     metadata, found = header.metadata, header.tensors
@@ -209,7 +208,7 @@ def decode_index(raw: bytes, records: Sequence[FileRecord], where: AnyPath) -> I
     if largest > MAX_LENGTH // (len(placed) + 1):
         _reject(where, f"a file has {largest} bytes")
     lengths = [min(shard_bytes(one), largest + 1) for one in places]
-    # A file ends with its last shard, so offsets are counted from the end.
+    # A file ends with its last shard, so offsets are computed backwards from its size.
     past = np.concatenate([[0], np.array(lengths, np.int64)[placed].cumsum()])
     begins = np.repeat(np.array([one.size for one in files], np.int64) - past[ends], counts) + past[:-1]
     first = ends - counts
@@ -225,7 +224,7 @@ def decode_index(raw: bytes, records: Sequence[FileRecord], where: AnyPath) -> I
 def _recorded(
     raw: bytes, blocks: bytes, length: int, records: Sequence[FileRecord], where: AnyPath
 ) -> dict[str, FileChecksum]:
-    """Return the checksums of all files, whose blocks must have the digests of the manifest."""
+    """Return the checksums of all files, after comparing their block checksums with the digests in the manifest."""
     found: dict[str, FileChecksum] = {}
     at = 0
     for one in records:
@@ -259,7 +258,7 @@ def _places(numbers: list[int], codes: Sequence[str], where: AnyPath) -> Iterato
         if box is None:
             box = known[key] = _box_of(codes[code], key[1:], axes, where)
             if not have_own_hashes(hashes, (key, box[0].box)):
-                _reject(where, "its boxes were chosen to be slow to read")
+                _reject(where, "its boxes have colliding hashes")
         place, volume = box
         if (begin, end) != _WHOLE:
             if not 0 <= begin <= end <= volume:
@@ -288,15 +287,15 @@ def _reject(where: AnyPath, fault: str) -> NoReturn:
 
 
 class IndexedFiles(Mapping[AnyPath, Identity]):
-    """The identities of a checkpoint's files. The first access to one compares the file's header with the index.
+    """The identities of a checkpoint's files. The first access to a file compares its header with the index.
 
-    Iteration yields the manifest alone, whose identity is that of the whole checkpoint.
+    Iteration yields only the manifest, whose identity stands for the complete checkpoint.
 
     Args:
         directory: ``checkpoint-N``.
         index: its index.
         manifest: the identity of the manifest; empty if it is not visible to this rank.
-        around: has looked at files of this checkpoint, which must not be replaced later.
+        around: the checkpoint's files that were already checked, which must not be replaced later.
     """
 
     def __init__(self, directory: AnyPath, index: Index, manifest: Identities, around: Surroundings) -> None:
@@ -306,13 +305,13 @@ class IndexedFiles(Mapping[AnyPath, Identity]):
         self._around = around
 
     def check(self, paths: Iterable[str]) -> None:
-        """Compare the headers of files that are going to be read.
+        """Compare the headers of files with the index, before the files are read.
 
         Args:
-            paths: of the files, relative to the directory.
+            paths: paths of the files, relative to the directory.
         Raises:
-            Corrupt: a file is missing or not the one that the index describes.
-            FormatError: a link leads out of the directory, or a header does not follow its format.
+            Corrupt: a file is missing or does not match the index.
+            FormatError: a link leads out of the directory, or a header is malformed.
             StorageError: a file cannot be read.
         """
         for path, identity in self._manifest.items():
@@ -345,11 +344,11 @@ class IndexedFiles(Mapping[AnyPath, Identity]):
         header, expected = read_header(path), self.index.entries(name)
         if (header.tensors, header.metadata) != (expected, HEADER):
             found = header.tensors
-            odd = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
+            differing = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
             raise Corrupt(
-                f"{path} has another header than {INDEX_NAME} describes.",
+                f"The header of {path} differs from {INDEX_NAME}.",
                 where=str(path),
-                evidence=fold(sorted(odd)),
+                evidence=fold(sorted(differing)),
                 next_step=RESTORE,
             )
         return identity_of(status)

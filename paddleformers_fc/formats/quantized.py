@@ -1,17 +1,16 @@
-"""Open weights of 8 and 4 bits with scales, shown as weights of the declared dtype.
+"""Quantized open weights of 8 and 4 bits with scales, read as weights of the declared dtype.
 
-``config.json`` declares how numbers and scales are stored, in ``quantization_config``:
+``quantization_config`` in ``config.json`` declares how values and scales are stored:
 
-* ``quant_method: fp8`` with ``weight_block_size``, as DeepSeek V3, V3.2 and V4 are published: a matrix ``X.weight`` of
-  float8_e4m3fn has one scale per block in ``X.weight_scale_inv`` or ``X.scale``, of float32. With ``scale_fmt: ue8m0``
-  scales can be powers of two of 8 bits.
-* The same with ``expert_dtype: fp4``, as DeepSeek V4 is published: experts ``X.weight`` have two 4-bit numbers in a
-  byte, and one scale per 32 columns of a row.
-* ``quant_method: mxfp4``, as GPT-OSS is published: ``X_blocks`` contains the rows of all experts in groups of 32 4-bit
-  numbers, and ``X_scales`` a power of two per group. The products are the weight ``X`` with columns before rows.
+* ``quant_method: fp8`` with ``weight_block_size`` (DeepSeek V3, V3.2, V4): a float8_e4m3fn matrix ``X.weight`` has one
+  scale per block in ``X.weight_scale_inv`` or ``X.scale``, in float32, or in 8-bit powers of two with
+  ``scale_fmt: ue8m0``. With ``expert_dtype: fp4`` (V4), experts have two 4-bit values per byte and one scale per 32
+  columns of a row.
+* ``quant_method: mxfp4`` (GPT-OSS): ``X_blocks`` contains rows of experts in groups of 32 4-bit values, and
+  ``X_scales`` a power of two per group. The weight ``X`` is transposed.
 
-The catalog contains the products under their names, in a file of this module's making, and no scales. Transformers
-computes the same products; it refuses blocks at an edge that are smaller, which DeepSeek V3 has.
+The catalog contains the products in virtual files, without scales. Transformers computes the same products, but does
+not support smaller blocks at an edge, which DeepSeek V3 has.
 """
 
 from __future__ import annotations
@@ -51,29 +50,29 @@ _SUPPORTED = {
 }
 """The supported values of other keys of ``quant_method: fp8``."""
 _SCALES = ("_scale_inv", ".scale", "_scales")
-"""Endings of the names of scales under any declaration."""
+"""Suffixes of the names of scales in all declarations."""
 _COMPUTED, _FP8, _POWER = "float32", "float8_e4m3fn", "float8_e8m0fnu"
 _DECLARED = ("bfloat16", "float16", _COMPUTED)
 _MOST_PATTERNS = 64
-"""The most names with ``*`` among those of modules that are not quantized: each is compared with all modules."""
+"""Maximum number of patterns with ``*`` for excluded modules: each is compared with all modules."""
 
 Files = dict[str, list[str]]
 """The tensors of every file."""
 ScaledFiles = dict[str, tuple[str, ScaledFile]]
-"""For every name of a file with products, the file that contains the numbers, and the products."""
+"""For every virtual file with products: the file that contains the values, and the products."""
 _Entries = Mapping[str, tuple[str, TensorEntry]]
 """The file and the header entry of every tensor."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Numbers and scales that a declaration provides for.
+    """A kind of quantized weights in a declaration.
 
     Args:
-        stored: dtype of the numbers in headers.
-        endings: of the names of numbers, each with the ending that their scales have instead.
-        schemes: by the dtype of the scales in headers.
-        stack: ending of the numbers of a stack of matrices whose rows are in groups. Products lack it, and are
+        stored: dtype of the values in headers.
+        endings: suffixes of the names of values, each with the suffix of their scales.
+        schemes: schemes by the dtype of the scales in headers.
+        stack: suffix of the values of a stack of matrices with grouped rows. Products lack the suffix and are
             transposed.
     """
 
@@ -89,7 +88,7 @@ _MXFP4 = _Kind("uint8", (("_blocks", "_scales"),), {"uint8": _GROUPS}, "_blocks"
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the declaration of stored scales, for weights that have none."""
+    """Return a configuration without the declaration of a quantization."""
     hidden = (QUANTIZATION, _EXPERTS) if _is_declared(config) else ()
     return {key: value for key, value in config.items() if key not in hidden}
 
@@ -97,18 +96,18 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def scaled_files(
     directory: AnyPath, config: Mapping[str, Any], files: Files, headers: Mapping[str, Header]
 ) -> tuple[Files, ScaledFiles]:
-    """Divide tensors into plain ones and products of scales.
+    """Divide tensors into plain tensors and products of values and scales.
 
     Args:
-        directory: of the files.
-        config: ``config.json``.
+        directory: the directory of the files.
+        config: the content of ``config.json``.
         files: the tensors of every file.
-        headers: of the files.
+        headers: the headers of the files.
     Returns:
-        the plain tensors of every file; for every name of a file with products, the file that contains the numbers,
-        and the products. There is one in the declared dtype and one in float32, in this order, for each file.
+        the plain tensors of every file, and the virtual files with products: for each file one in the declared dtype
+        and one in float32, in this order.
     Raises:
-        FormatError: the declared method is not supported, or scales are missing or do not fit their numbers.
+        FormatError: the declared method is not supported, or scales are missing or do not match their values.
     """
     if not _is_declared(config):
         return files, {}
@@ -118,10 +117,10 @@ def scaled_files(
     faults += _excluded((one for own in products.values() for one in own), config[QUANTIZATION].get(_EXCLUDED) or [])
     if faults:
         raise FormatError(
-            f"Numbers and scales of quantized weights in {directory} do not fit {QUANTIZATION}.",
+            f"The quantized weights in {directory} do not match {QUANTIZATION}.",
             where=str(directory),
             evidence=fold(faults),
-            next_step="Fetch the files again, or use weights in bfloat16.",
+            next_step="Download the files again, or use weights in bfloat16.",
         )
     found: ScaledFiles = {}
     for name, own in products.items():
@@ -131,7 +130,7 @@ def scaled_files(
 
 
 def scaled_shards(scaled: ScaledFiles) -> Iterator[tuple[Shard, str, int, int]]:
-    """Yield the products in the declared dtype, as shards of their files."""
+    """Yield the products in the declared dtype, as shards of their virtual files."""
     done: set[str] = set()
     for path, (name, file) in scaled.items():
         if name not in done:
@@ -141,7 +140,7 @@ def scaled_shards(scaled: ScaledFiles) -> Iterator[tuple[Shard, str, int, int]]:
 
 
 def in_float32(catalog: Catalog) -> Catalog:
-    """Return a catalog with products of scales as computed, so that a load casts them once, to the model's dtype."""
+    """Return a catalog with products in float32, so that a load rounds them only once, to the model's dtype."""
     forms: dict[StoredForm, StoredForm] = {}
 
     def computed(tensor: StoredTensor) -> StoredTensor:
@@ -169,7 +168,11 @@ def _is_declared(config: Mapping[str, Any]) -> bool:
 
 
 def _kinds(directory: AnyPath, config: Mapping[str, Any]) -> tuple[_Kind, ...]:
-    """Return the numbers and scales of a supported declaration."""
+    """Return the kinds of quantized weights in the declaration.
+
+    Raises:
+        FormatError: the declaration is not supported.
+    """
     declared = {_EXPERTS: config.get(_EXPERTS)} | config[QUANTIZATION]
     kinds: tuple[_Kind, ...] = (_MXFP4,)
     faults: list[str] = []
@@ -186,7 +189,7 @@ def _kinds(directory: AnyPath, config: Mapping[str, Any]) -> tuple[_Kind, ...]:
             for key, values in _SUPPORTED.items()
             if declared.get(key) is not None and declared[key] not in values
         ]
-        # The first config.json of DeepSeek V4 lacks the key. The shape of the scales shows two numbers in a byte.
+        # The first config.json of DeepSeek V4 lacks the key; the shape of the scales shows two values per byte.
         if declared[_EXPERTS] == "fp4" or (declared[_EXPERTS] is None and _POWER in scales):
             kinds = (*kinds, _EXPERTS_OF_FP4)
     elif declared[_METHOD] != "mxfp4":
@@ -210,7 +213,7 @@ def _declared_dtype(directory: AnyPath, config: Mapping[str, Any]) -> str:
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype not in _DECLARED:
         raise FormatError(
-            f"The dtype {dtype!r} of {directory} is not one that quantized weights are read as.",
+            f"Quantized weights of dtype {dtype!r} are not supported.",
             where=str(directory / "config.json"),
             evidence=[f"torch_dtype: {dtype!r}; supported are {', '.join(_DECLARED)}"],
             next_step="Set torch_dtype to bfloat16.",
@@ -221,7 +224,7 @@ def _declared_dtype(directory: AnyPath, config: Mapping[str, Any]) -> str:
 def _products(
     directory: AnyPath, kinds: tuple[_Kind, ...], entries: _Entries
 ) -> tuple[dict[str, list[ScaledTensor]], set[str], list[str]]:
-    """Return the products by file, the names of their numbers and scales, and what does not fit."""
+    """Return the products by file, the names of their values and scales, and the faults."""
     by_dtype = {to_safetensors(kind.stored): kind for kind in kinds}
     paths = {file: directory / file for file in {file for file, _ in entries.values()}}
     products: dict[str, list[ScaledTensor]] = {}
@@ -244,30 +247,30 @@ def _products(
             faults.append(f"{name}: {product}")
     stored = " or ".join(kind.stored for kind in kinds)
     without = sorted(name for name in entries if name.endswith(_SCALES) and name not in hidden)
-    return products, hidden, [*faults, *(f"{name}: there are no numbers of {stored} for it" for name in without)]
+    return products, hidden, [*faults, *(f"{name}: scales without {stored} weights" for name in without)]
 
 
 def _product(
     kind: _Kind, name: str, file: AnyPath, numbers: TensorEntry, scales: str, scales_file: AnyPath, found: TensorEntry
 ) -> ScaledTensor | str:
-    """Return the products of numbers and scales; what is wrong if they do not fit each other."""
+    """Return the product of values and scales, or as text why they do not match."""
     dtype = from_safetensors(found.dtype)
     scheme = kind.schemes.get(dtype)
     if scheme is None:
-        return f"{scales} is stored in {dtype}, wanted {' or '.join(kind.schemes)}"
+        return f"{scales} is stored in {dtype}, expected {' or '.join(kind.schemes)}"
     shape = _shape(numbers.shape, scheme, bool(kind.stack))
     if shape is None:
         return f"shape {list(numbers.shape)} is not that of {'groups of experts' if kind.stack else 'a matrix'}"
     *stack, rows, columns = shape
-    wanted = (*stack, -(-rows // scheme.block[0]), -(-columns // scheme.block[1]))
-    if found.shape != wanted:
-        return f"{scales} is stored as {list(found.shape)}, wanted {list(wanted)}"
+    expected = (*stack, -(-rows // scheme.block[0]), -(-columns // scheme.block[1]))
+    if found.shape != expected:
+        return f"{scales} has shape {list(found.shape)}, expected {list(expected)}"
     product, transposed = name.removesuffix(kind.stack), bool(kind.stack)
     return ScaledTensor(product, shape, scheme, file, numbers.begin, scales_file, found.begin, transposed)
 
 
 def _shape(stored: tuple[int, ...], scheme: Scheme, is_stack: bool) -> tuple[int, ...] | None:
-    """Return the shape of numbers by that of their bytes; None if it is not one of these."""
+    """Return the shape of values from the stored shape of their bytes; None if it is invalid."""
     if is_stack:
         is_grouped = len(stored) == 4 and stored[3] * scheme.per_byte == scheme.block[1]
         return (*stored[:2], stored[2] * scheme.block[1]) if is_grouped else None

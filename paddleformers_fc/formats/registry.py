@@ -267,7 +267,7 @@ def require_config(directory: AnyPath) -> dict[str, Any]:
         raise OptionError(
             f"{directory} has no {CONFIG_NAME}.",
             where=str(directory / CONFIG_NAME),
-            next_step="Name a directory with the model's config.json, or put it there.",
+            next_step="Name a directory with the model's config.json, or copy it there.",
         )
     return config
 

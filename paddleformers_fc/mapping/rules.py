@@ -363,9 +363,7 @@ class RuleSet(msgspec.Struct, frozen=True, dict=True):
             key = (len(rule.sources), *shapes, rule.parts, rule.axis, rule.axes, *blocks, rule.slab, rule.cast)
             if key not in forms:
                 if not have_own_hashes(hashes, (key,)):
-                    faults.append(
-                        f"{', '.join(rule.targets)}: the rule has numbers that were chosen to be slow to read"
-                    )
+                    faults.append(f"{', '.join(rule.targets)}: the numbers of rules have colliding hashes")
                     break
                 forms[key] = _form_of(rule, shapes)
             form = forms[key]
@@ -384,7 +382,7 @@ class RuleSet(msgspec.Struct, frozen=True, dict=True):
                 parts.setdefault(name, []).append(TensorSources(template, names))
         if faults:
             raise MappingError(
-                f"Rules do not fit the tensors they are for: {count_text(len(faults), 'fault')}.",
+                f"Rules do not match their tensors: {count_text(len(faults), 'fault')}.",
                 evidence=faults,
                 next_step="Compare the model's configuration with the family's declaration.",
             )
@@ -451,7 +449,7 @@ def _faults(rules: RuleSet) -> Iterator[str]:
         if len(spec.shape) > MAX_AXES or not all(0 <= length <= MAX_LENGTH for length in spec.shape):
             yield f"{name}: invalid shape"
         elif not have_own_hashes(hashes, (spec.shape,)):
-            yield f"{name}: its shape was chosen to be slow to read"
+            yield f"{name}: its shape has a colliding hash"
             return
         else:
             possible.add(spec.shape)

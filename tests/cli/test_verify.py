@@ -76,7 +76,7 @@ def test_damaged_files_and_a_mapping_that_cannot_be_proved_are_in_one_report(cop
     assert document["error"] == "Corrupt"
     first, heading, *lines = document["evidence"]
     assert first.startswith(f"{WEIGHTS} does not match its checksum")
-    assert heading == "Rules do not fit the tensors they are for: 1 fault."
+    assert heading == "Rules do not match their tensors: 1 fault."
     assert lines
     assert all(line.startswith(" ") for line in lines)
 
@@ -184,7 +184,7 @@ def lose_a_file(checkpoint: Path) -> None:
         (
             rename_in_a_header,
             "tensors",
-            [f"{WEIGHTS} has another header than flex_index.safetensors describes", "\nmodel.embed_tokens.weight"],
+            [f"{WEIGHTS} differs from flex_index.safetensors", "\nmodel.embed_tokens.weight"],
         ),
         (
             lambda copy: edit_rules(copy, forget_a_rule),

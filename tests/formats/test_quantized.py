@@ -303,7 +303,7 @@ def test_every_box_has_the_bytes_of_the_whole(tmp_path: Path, published: str, ki
         ("deepseek_v3", {"activation_scheme": "static"}, "activation_scheme: 'static'"),
         ("deepseek_v3", {"weight_block_size": None}, "weight_block_size: None"),
         ("deepseek_v3", {"scale_fmt": "e4m3"}, "scale_fmt: 'e4m3'"),
-        ("deepseek_v3", {"weight_block_size": [128, 128]}, r"scale_inv is stored as \[\d+, \d+\], wanted \[1, 1\]"),
+        ("deepseek_v3", {"weight_block_size": [128, 128]}, r"scale_inv has shape \[\d+, \d+\], expected \[1, 1\]"),
         ("deepseek_v3", {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: 'lm_head' is not a list"),
         (
             "deepseek_v3",
@@ -311,12 +311,12 @@ def test_every_box_has_the_bytes_of_the_whole(tmp_path: Path, published: str, ki
             "model.layers.0.self_attn.o_proj.weight: quantized, although modules_to_not_convert contains",
         ),
         ("deepseek_v3", {"modules_to_not_convert": ["a*"] * 65}, "modules_to_not_convert: more than 64 names with"),
-        ("deepseek_v3", {"quant_method": "mxfp4"}, "_scale_inv: there are no numbers of uint8"),
+        ("deepseek_v3", {"quant_method": "mxfp4"}, "_scale_inv: scales without uint8"),
         ("deepseek_v4", {"expert_dtype": "nvfp4"}, "expert_dtype: 'nvfp4'"),
-        ("deepseek_v4", {"expert_dtype": "fp8"}, r"w1.scale: there are no numbers of float8_e4m3fn for it"),
-        ("deepseek_v4", {"scale_fmt": "float"}, r"w1.scale is stored in float8_e8m0fnu, wanted float32"),
+        ("deepseek_v4", {"expert_dtype": "fp8"}, r"w1.scale: scales without float8_e4m3fn weights"),
+        ("deepseek_v4", {"scale_fmt": "float"}, r"w1.scale is stored in float8_e8m0fnu, expected float32"),
         ("gpt_oss", {"modules_to_not_convert": ["model.layers.*.mlp"]}, "contains model.layers.1.mlp"),
-        ("gpt_oss", {"quant_method": "fp8", "weight_block_size": [1, 32]}, "_scales: there are no numbers of float8"),
+        ("gpt_oss", {"quant_method": "fp8", "weight_block_size": [1, 32]}, "_scales: scales without float8"),
     ],
 )
 def test_other_declarations_and_scales_of_a_wrong_shape_are_refused_by_name(
@@ -332,8 +332,8 @@ def test_other_declarations_and_scales_of_a_wrong_shape_are_refused_by_name(
     ("stored", "fault"),
     [
         ({"a_blocks": (2, 8, 3, 16)}, "a_blocks: a_scales is missing"),
-        ({"a_scales": (2, 8, 3)}, "a_scales: there are no numbers of uint8 for it"),
-        ({"a_blocks": (2, 8, 3, 16), "a_scales": (2, 8, 4)}, r"a_blocks: a_scales is stored as \[2, 8, 4\]"),
+        ({"a_scales": (2, 8, 3)}, "a_scales: scales without uint8 weights"),
+        ({"a_blocks": (2, 8, 3, 16), "a_scales": (2, 8, 4)}, r"a_blocks: a_scales has shape \[2, 8, 4\]"),
         ({"a_blocks": (2, 8, 6, 8), "a_scales": (2, 8, 6)}, r"a_blocks: shape \[2, 8, 6, 8\] is not"),
     ],
 )

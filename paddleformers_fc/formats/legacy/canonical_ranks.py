@@ -1,14 +1,14 @@
-"""Weights of ranks in the names and orientation of open weights: ``model.tp00_pp00.safetensors``.
+"""Rank files whose weights have canonical names and orientation: ``model.tp00_pp00.safetensors``.
 
-Trainers with ``save_to_hf`` write them beside optimizer states that have the names and the orientation of the model.
-The family's rules lead from one to the other: every stored canonical part becomes boxes of tensors of the model, of
-which the file contains the axes in reverse order.
+Trainers with ``save_to_hf`` write them together with optimizer states in the names and orientation of the model. The
+family's rules convert the weights: every stored canonical part becomes boxes of the model's tensors, with reversed axes
+in the file.
 
-No table names the variables of states, such as ``linear_5.w_0``. Paddle names a variable after the class of its layer
-and a number that counts the layers of that class in the order in which they are built. The parameters of a stage, in
-the order in which their family builds them, therefore consist of one sequence per class, and all layers of a kind
-(``q_proj`` of every decoder layer) are of one class. The variables are assigned only if a single assignment fits the
-sizes of all states.
+No table assigns the variables of states, such as ``linear_5.w_0``, to parameters. Paddle names a variable after the
+class of its layer and numbers the layers of a class in the order in which they are built. The order in which the family
+builds the parameters of a stage therefore gives one sequence per class, and layers of a kind (``q_proj`` of every
+decoder layer) have the same class. Variables are only assigned if exactly one assignment matches the sizes of all
+states.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.text import count_text
 
 _FUSED = "fuse_attention_"
-"""The beginning of keys that many classes ignore: the fusion that they state is tried first, then no fusion."""
+"""The prefix of configuration keys that many classes ignore: the configured fusion is tried first, then no fusion."""
 _VARIABLE = re.compile(r"(?:slice@)?(([^@]+)_([0-9]{1,9})\.([wb]_[0-9]+))(?:_([A-Za-z]\w*))?")
 _NAMED = ("embed", "lm_head")
-"""Words that the class of a layer and the name of its parameter both contain, or neither."""
+"""Words that are either in both the class of a layer and the name of its parameter, or in neither."""
 _NUMBER_SHAPES = ((), (1,))
 _MOST_ORDERS = 4096
-"""The most orders of classes that are tried: states whose sizes exclude none have exponentially many."""
+"""Maximum number of class orders to try. If sizes exclude none, there are exponentially many."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class CanonicalModel:
     """A model whose canonical tensors are stored.
 
     Args:
-        tensors: its tensors in the order in which it builds them.
-        ties: aliases that are stored, and their owners.
-        mapping: from canonical tensors onto them.
+        tensors: its tensors, in the order in which it builds them.
+        ties: stored aliases, and their owners.
+        mapping: the mapping from canonical tensors to the model's tensors.
         tp: number of tensor-parallel ranks.
     """
 
@@ -63,7 +63,7 @@ class CanonicalModel:
     tp: int
 
     def on_stage(self, stored: Iterable[str]) -> dict[str, Shape]:
-        """Return the local shapes of the tensors that some canonical ones make up, in the order of building."""
+        """Return the local shapes of the tensors on the stage with these canonical tensors, in building order."""
         present = frozenset(stored)
         return {
             name: tuple(length // cut for length, cut in zip(one.shape, one.under(self.tp).cuts, strict=True))
@@ -75,16 +75,16 @@ class CanonicalModel:
         return name in self.mapping.made and present.issuperset(self.mapping.made[name].names)
 
     def shards(self, name: str, stored: Mapping[str, FileArray], tp: int) -> Iterator[tuple[bool, StoredShard] | str]:
-        """Yield the boxes of a tensor that one rank stores, and whether its file has the axes in reverse order.
+        """Yield the boxes of a tensor that a rank stores, and whether its file has the axes in reverse order.
 
         Args:
             name: the tensor.
             stored: the rank's canonical parts.
             tp: the tensor-parallel rank.
         """
-        tensor, made = self.tensors[name], self.mapping.made[name]
-        for link in made.template.links:
-            source = made.names[link.source]
+        tensor, sources = self.tensors[name], self.mapping.made[name]
+        for link in sources.template.links:
+            source = sources.names[link.source]
             array, total = stored[source], self.mapping.sources[source].shape
             axis = None if tensor.cut is None else link.axes[tensor.cut]
             part = _part_of(array.shape, total, axis, self.tp, tp)
@@ -96,7 +96,7 @@ class CanonicalModel:
 
 
 def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) -> Iterator[CanonicalModel | str]:
-    """Yield every model that a configuration can describe, or as text how its canonical tensors differ from the stored.
+    """Yield every model that a configuration can describe, or as text how its canonical tensors differ.
 
     Raises:
         MappingError: the family is unknown.
@@ -115,7 +115,7 @@ def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) ->
             continue
         for (alias, owner), (name, source) in zip(ties.items(), tied_sources(family, one).items(), strict=True):
             if name in present and name not in mapping.sources:
-                # Every stage of a pipeline has a copy of its own.
+                # The first and last stage of a pipeline each have a copy.
                 kept[alias] = structs.replace(kept[owner], name=alias)
                 mapping.made[alias] = TensorSources(mapping.made[owner].template, (name,))
                 mapping.sources[name] = mapping.sources[source]
@@ -140,7 +140,7 @@ def canonical_models(model: ModelDescription, tp: int, stored: Sequence[str]) ->
 
 
 def _part_of(local: Shape, total: Shape, axis: int | None, ranks: int, rank: int) -> Box | None:
-    """Return the box of one rank's canonical part; None if its shape is neither whole nor cut on the stated axis."""
+    """Return the box of a rank's canonical part; None if it is neither complete nor cut on ``axis``."""
     if local == total:
         return whole(total)
     if axis is None or not 0 <= axis < len(total) or local != (*total[:axis], total[axis] // ranks, *total[axis + 1 :]):
@@ -151,38 +151,38 @@ def _part_of(local: Shape, total: Shape, axis: int | None, ranks: int, rank: int
 def _placed(
     tensor: DeclaredTensor, link: BoxLink, array: FileArray, part: Box, common: Box
 ) -> tuple[bool, StoredShard] | str:
-    shape, turned = common.shape, link.axes != tuple(range(len(link.axes)))
-    if shape[1:] != part.shape[1:] or (turned and link.axes != tuple(reversed(range(len(shape))))):
+    shape, transposed = common.shape, link.axes != tuple(range(len(link.axes)))
+    if shape[1:] != part.shape[1:] or (transposed and link.axes != tuple(reversed(range(len(shape))))):
         return f"{tensor.name}: {array.file} does not contain {common} in one piece"
     row = math.prod(shape[1:]) * dtype_size(array.dtype)
     begin = array.begin + (common.lo[0] - part.lo[0]) * row if shape else array.begin
-    return turned, replace(array, begin=begin).shard(tensor.name, tensor.shape, pushed(link, common))
+    return transposed, replace(array, begin=begin).shard(tensor.name, tensor.shape, pushed(link, common))
 
 
 @dataclass(frozen=True)
 class _Variable:
-    """A variable, and the pieces of each of its states that has its shape."""
+    """A variable, with the pieces of each state that is not a scalar."""
 
     name: str
     states: Sequence[Sequence[FileArray]]
 
     def fits(self, shape: Shape) -> bool:
-        """Return whether all states can be those of a parameter of this shape."""
+        """Return whether all states can belong to a parameter with this shape."""
         return all(not isinstance(arrange(shape, pieces), str) for pieces in self.states)
 
 
 _Class = tuple[str, str]
-"""The class of a layer, and the role of a variable in it."""
+"""The class of a layer, and the suffix of a variable in it, such as ``w_0``."""
 
 
 def assign_variables(contents: Sequence[RankContent], parameters: Mapping[str, Shape]) -> dict[str, str] | str:
     """Return the name of the variable of every parameter.
 
     Args:
-        contents: the optimizer's files of one stage and tensor-parallel rank.
+        contents: the optimizer files of one stage and tensor-parallel rank.
         parameters: local shapes by structured name, in the order in which the model builds them.
     Returns:
-        the names, or as text why they do not follow.
+        the names, or as text why they are not unique.
     """
     classes = _classes(contents)
     count = sum(map(len, classes.values()))
@@ -197,7 +197,8 @@ def assign_variables(contents: Sequence[RankContent], parameters: Mapping[str, S
             name = next(one for one in parameters if found[0][one] != found[1][one])
             return f"{name} can be {found[0][name]} or {found[1][name]}"
     if not found:
-        return f"no order of the classes {', '.join(sorted({name for name, _ in classes}))} fits the parameters' shapes"
+        names = ", ".join(sorted({name for name, _ in classes}))
+        return f"no order of the classes {names} matches the parameters' shapes"
     return found[0]
 
 
@@ -218,7 +219,7 @@ def _classes(contents: Sequence[RankContent]) -> dict[_Class, list[_Variable]]:
 
 
 def _is_possible(variables: _Class, name: str) -> bool:
-    """Return whether names allow variables of a class to be those of a parameter."""
+    """Return whether variables of a class can belong to a parameter, by their names."""
     kind, leaf = variables
     return all((word in kind) == (word in name) for word in _NAMED) and (leaf[0] == "w" or name.endswith("bias"))
 
@@ -226,12 +227,12 @@ def _is_possible(variables: _Class, name: str) -> bool:
 def _assignments(
     classes: Mapping[_Class, Sequence[_Variable]], parameters: Mapping[str, Shape], chosen: Mapping[str, _Class]
 ) -> Iterator[dict[str, str] | None]:
-    """Yield every assignment in which layers of a kind are of one class and each class is in order; None for every try.
+    """Yield every assignment in which layers of a kind have the same class; None for every attempt.
 
     Args:
         classes: the variables.
-        parameters: local shapes, in the order of building.
-        chosen: the class of the kinds of layers that come first.
+        parameters: local shapes, in building order.
+        chosen: the classes of kinds of layers that are already chosen.
     """
     yield None
     used: Counter[_Class] = Counter()

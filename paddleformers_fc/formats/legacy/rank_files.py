@@ -1,14 +1,13 @@
-"""The files that the ranks of a hybrid-parallel run wrote with ``paddle.save``: their names and contents.
+"""Names and contents of the files that ranks of a hybrid-parallel run write with ``paddle.save``.
 
-A file is named after its rank: ``model_state.tp01_pp00.pdparams``, ``optimizer.tp01_pp00_shard01.pdopt``. An axis of
-one rank is omitted. Files of weights of expert-parallel ranks have their rank as ``moe_sharding01``, or as that of the
-sharding group where ``model_meta.json`` describes the ranks. All files of a kind have the same axes, and one file
-exists per combination of ranks. The files are pickles and are read as data (:mod:`paddleformers_fc.storage.pickles`):
-of an array only its place in the file is kept.
+A file is named after its rank: ``model_state.tp01_pp00.pdparams``, ``optimizer.tp01_pp00_shard01.pdopt``; axes with one
+rank are omitted. Weight files of expert-parallel ranks have the axis ``moe_sharding``, or ``shard`` if
+``model_meta.json`` describes the ranks. All files of a kind have the same axes, with one file per combination of ranks.
+The pickles are read as data (:mod:`paddleformers_fc.storage.pickles`), and only the position of each array is kept.
 
-A tensor of a sharding group is whole in the file of one rank, or ranges of its elements follow each other in the files
-of several (:func:`arrange`). Version 1 of sharding stage 1 and stage 2 store a state whole. Version 2 and stage 3 store
-ranges; the last elements are padding.
+Within a sharding group, a state is either complete in one rank's file (stage 1 version 1, and stage 2), or its elements
+are divided into ranges in the files of several ranks, with padding at the end (stage 1 version 2, and stage 3).
+:func:`arrange` handles both.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"
 
 AXES = ("tp", "pp", "shard")
 EXPERTS = "moe_sharding"
-"""The axis of expert-parallel ranks in the names of files of weights."""
+"""The axis of expert-parallel ranks in the names of weight files."""
 _KINDS = {
     ("model_state", "pdparams"): MODEL,
     ("model", "safetensors"): MODEL,
@@ -50,15 +49,15 @@ _NAME = re.compile(rf"([a-z_]+)(?:\.({_PART}(?:_{_PART})*))?\.(pdparams|pdopt|sa
 _RANK = re.compile(r"([a-z]+(?:_[a-z]+)*)([0-9]{1,6})(?:_|\Z)")
 _SCHEDULER, _MASTER = "LR_Scheduler", "master_weights"
 _MOST_RANKS = 1 << 17
-"""The most files of a kind: names could claim any number of ranks."""
+"""Maximum number of files of a kind, because names can contain any number of ranks."""
 _MAX_PADDING_BYTES = 4096
-"""Bound on the padding of a rank's part of a flattened state. Devices align to 256 bytes or more."""
+"""Maximum padding of a rank's part of a flattened state. Devices align to 256 bytes or more."""
 
 Place = tuple[int, int, int]
-"""Tensor-parallel rank, pipeline stage, rank in the sharding group; of weights instead the expert-parallel rank.
+"""Tensor-parallel rank, pipeline stage, and rank in the sharding group (for weight files, the expert-parallel rank).
 
-Expert-parallel ranks are divided among the tensor-parallel ranks of a stage first. Rank ``e`` has tensor-parallel rank
-``e % tp``, and position ``e // tp`` among successive ranks of the sharding group.
+Expert-parallel rank ``e`` has tensor-parallel rank ``e % tp``, and position ``e // tp`` among successive ranks of the
+sharding group.
 """
 
 
@@ -70,9 +69,9 @@ class RankFiles:
         files: kind -> rank -> name.
         tp: number of tensor-parallel ranks.
         pp: number of pipeline stages.
-        ep: number of expert-parallel ranks, as names of files of weights have it; 1 if they do not.
-        sharding: number of ranks of the sharding group; the smallest possible one if there are files of weights alone.
-        described: what ``model_meta.json`` states about the parameters of each rank; empty if there is none.
+        ep: number of expert-parallel ranks in the names of weight files; 1 if there is no such axis.
+        sharding: number of ranks in the sharding group; the smallest possible number if there are only weight files.
+        described: the parameters of each rank in ``model_meta.json``; empty if the file does not exist.
     """
 
     files: Mapping[str, Mapping[Place, str]]
@@ -88,7 +87,7 @@ class RankFiles:
         return sorted(name for found in self.files.values() for name in found.values())
 
     def of(self, kind: str, tp: int, pp: int) -> list[str]:
-        """Return the files of a kind of one tensor-parallel rank and stage, in the order of the sharding group."""
+        """Return the files of a kind for a tensor-parallel rank and stage, in the order of the sharding group."""
         return [name for place, name in sorted(self.files.get(kind, {}).items()) if place[:2] == (tp, pp)]
 
 
@@ -99,8 +98,8 @@ class RankContent:
     Args:
         arrays: arrays by name, in the order of the file.
         master: arrays of master weights by name.
-        names: the name of the parameter of every tensor by its structured name, as far as the file contains it.
-        epoch: the scheduler's count of steps; None if the file has none.
+        names: variable names by structured name, as far as the file contains them.
+        epoch: the scheduler's number of steps; None if the file does not contain it.
     """
 
     arrays: Mapping[str, stock.FileArray]
@@ -109,24 +108,24 @@ class RankContent:
     epoch: int | None = None
 
     def renamed(self, name_of: Callable[[str], str]) -> RankContent:
-        """Return the content of a file of weights under other names."""
+        """Rename the tensors of a weight file."""
         arrays = {name_of(name): one for name, one in self.arrays.items()}
         return replace(self, arrays=arrays, names={name_of(name): one for name, one in self.names.items()})
 
 
 def is_rank_file(name: str, *kinds: str) -> bool:
-    """Return whether a name is that of a file of one of some kinds."""
+    """Return whether a file name is the name of a rank file of one of these kinds."""
     found = _parsed(name)
     return found is not None and found[0] in kinds
 
 
 def find_rank_files(directory: Path) -> RankFiles:
-    """Find the files of a checkpoint and refuse an incomplete set.
+    """Find the files of a checkpoint, and check that they are complete.
 
     Raises:
         Corrupt: files of some ranks are missing.
-        FormatError: files of two formats or grids, or of expert-parallel ranks with several ranks of one expert; links
-            that leave the directory.
+        FormatError: files are from two formats or grids, an expert-parallel layout is not supported, or links lead out
+            of the directory.
     """
     names = sorted(path.name for path in list_directory(directory))
     found: dict[str, dict[Place, str]] = {}
@@ -146,7 +145,7 @@ def find_rank_files(directory: Path) -> RankFiles:
     degrees = {kind: _degrees(axes[kind], places) for kind, places in found.items()}
     tp, pp = (max(one[axis] for one in degrees.values()) for axis in range(2))
     ep = degrees[MODEL][2] if EXPERTS in axes.get(MODEL, ()) else 1
-    missing = [] if MODEL in found else ["no file of weights"]
+    missing = [] if MODEL in found else ["no weight file"]
     missing += _missing(found, degrees, tp, pp, axes)
     world = sum(SIGNAL.fullmatch(name) is not None for name in names)
     sharding = max([-(-ep // tp), *(one[2] for kind, one in degrees.items() if ep == 1 or kind != MODEL)])
@@ -160,7 +159,7 @@ def find_rank_files(directory: Path) -> RankFiles:
             evidence=fold(missing),
             next_step=COPY_AGAIN_STEP,
         )
-    # The number of ranks shows that no other axis, such as sep, is inside of that of the experts.
+    # The number of ranks shows that expert-parallel ranks have no further axis, such as sep.
     if ep > 1 and not (divides_experts(tp, sharding, ep) and ranks_of_grid == world):
         why = f"tp={tp} pp={pp} sharding={sharding} ep={ep}, and {count_text(world, 'file')} saved_signal_* of ranks"
         raise unsupported_experts(directory, why)
@@ -168,12 +167,12 @@ def find_rank_files(directory: Path) -> RankFiles:
 
 
 def divides_experts(tp: int, sharding: int, ep: int) -> bool:
-    """Return whether the ranks of a stage can have experts on ``ep`` ranks of each of several groups."""
+    """Return whether the ranks of a stage can be divided into groups of ``ep`` expert-parallel ranks."""
     return ep % tp == 0 and sharding % (ep // tp) == 0
 
 
 def unsupported_experts(directory: AnyPath, why: str) -> FormatError:
-    """Return the error for files of expert-parallel ranks that do not determine which rank has which states."""
+    """Return the error for expert-parallel files that do not show which rank has which states."""
     return FormatError(
         f"{directory} was saved by expert-parallel ranks in a layout that is not supported in this format.",
         where=str(directory),
@@ -186,13 +185,13 @@ def unsupported_experts(directory: AnyPath, why: str) -> FormatError:
 
 
 def check_one_checkpoint(directory: AnyPath, mixed: Sequence[Sequence[str]]) -> None:
-    """Refuse files that belong to two checkpoints.
+    """Check that all files belong to one checkpoint.
 
     Args:
         directory: the directory.
-        mixed: groups of names that one checkpoint cannot have together.
+        mixed: groups of names that cannot be in the same checkpoint.
     Raises:
-        FormatError: there is a group.
+        FormatError: there is such a group.
     """
     if mixed:
         raise FormatError(
@@ -213,7 +212,7 @@ def _parsed(name: str) -> tuple[str, dict[str, int]] | None:
 
 
 def _degrees(axes: tuple[str, ...], places: Iterable[Place]) -> Place:
-    """Return the number of ranks on every axis: an axis that names have is one of at least two ranks."""
+    """Return the number of ranks on every axis. An axis in the names has at least two ranks."""
     highest = [max(ranks) for ranks in zip(*places, strict=True)]
     named = {*axes, *(("shard",) if EXPERTS in axes else ())}
     tp, pp, shard = (max(high + 1, 2) if axis in named else 1 for axis, high in zip(AXES, highest, strict=True))
@@ -232,18 +231,18 @@ def _missing(
             yield f"{kind}: files of tp={degrees[kind][0]} pp={degrees[kind][1]}, and others of tp={tp} pp={pp}"
             continue
         if math.prod(degrees[kind]) > _MOST_RANKS:
-            yield f"{kind}: {count_text(len(places), 'file')}, and the names are of {math.prod(degrees[kind])} ranks"
+            yield f"{kind}: {count_text(len(places), 'file')}, but the names are of {math.prod(degrees[kind])} ranks"
             continue
         for place in itertools.product(*map(range, degrees[kind])):
-            is_due = EXPERTS not in axes[kind] or place[2] % tp == place[0]
-            if is_due is not (place in places):
+            is_expected = EXPERTS not in axes[kind] or place[2] % tp == place[0]
+            if is_expected is not (place in places):
                 ranks = {**dict(zip(AXES, place, strict=True)), EXPERTS: place[2]}
                 named = "_".join(f"{axis}{ranks[axis]:02d}" for axis in axes[kind])
-                yield f"{kind}: {named}" if is_due else f"{kind}: {named} is there, and is of no rank with experts"
+                yield f"{kind}: {named}" if is_expected else f"{kind}: {named} is unexpected: no rank has these experts"
 
 
 def read_rank_file(directory: Path, name: str) -> RankContent:
-    """Return the content of one file, without the numbers of its arrays.
+    """Return the content of a file, without the values of its arrays.
 
     Raises:
         FormatError: the file is not a pickle of arrays.
@@ -260,7 +259,7 @@ def read_rank_file(directory: Path, name: str) -> RankContent:
 
 
 def scheduler_epoch(directory: Path) -> int | None:
-    """Return the count of steps in a scheduler's file; None if the file is missing or contains other data."""
+    """Return the number of steps in the scheduler's file; None if the file is missing or unreadable."""
     try:
         return epoch_of(read_pickle(directory / SCHEDULER))
     except (Corrupt, FormatError, StorageError):
@@ -268,17 +267,17 @@ def scheduler_epoch(directory: Path) -> int | None:
 
 
 Placed = list[tuple[stock.FileArray, tuple[int, int] | None]]
-"""Pieces with the range of elements that each contains; None for the whole tensor."""
+"""Pieces with the range of elements that each contains; None for the complete tensor."""
 
 
 def arrange(shape: Shape, pieces: Sequence[stock.FileArray]) -> Placed | str:
-    """Arrange the pieces of a tensor, in the order of the sharding group.
+    """Arrange the pieces of a tensor.
 
     Args:
-        shape: of the tensor.
-        pieces: one or more.
+        shape: shape of the tensor.
+        pieces: one or more pieces, in the order of the sharding group.
     Returns:
-        the pieces that contain elements of it, or as text why they do not make up such a tensor.
+        the pieces that contain elements of the tensor, or as text why they do not form it.
     """
     first, volume, at = pieces[0], math.prod(shape), 0
     if first.shape == shape:

@@ -1,31 +1,15 @@
-"""Read checkpoints of one pickle per rank as shards of whole tensors: the formats of older Trainers.
+"""Read checkpoints of older Trainers with one pickle per rank, as shards of global tensors.
 
-PaddleNLP's and PaddleFormers' Trainers write files of weights per tensor-parallel rank and stage, and files of
-optimizer states per rank of the sharding group as well, under all sharding stages. Under ``sharding_io`` and in
-zero-cost saves (FlashCheckpoint), every rank of a sharding group stores its own part of the weights, and
-``model_meta.json`` describes the parameters of all ranks. Weights with master weights are not stored; they are read
-from these. Moving averages are in ``ema.*.pdopt``.
+Weights are stored per tensor-parallel rank and stage (with ``sharding_io`` and FlashCheckpoint also per sharding rank,
+described in ``model_meta.json``), optimizer states and moving averages per sharding rank. Files are grouped by stage
+and tensor-parallel rank (:class:`StageFiles`) and converted to shards (:class:`Assembly`). For each local tensor:
 
-Such a checkpoint has three kinds of files: weights, optimizer states with master weights, and moving averages. A file
-contains the local tensors of its rank. A shard needs three more facts.
+1. A table, or else the building order (:mod:`.canonical_ranks`), gives the parameter of a state's variable.
+2. The family declares the axis that tensor parallelism cuts, and the shapes prove it. :mod:`.rank_files` arranges the
+   pieces of a sharding group. A weight that no file contains is read from its master weight, with a cast.
+3. Expert-parallel ranks use the same variable names for different experts; their order in the group separates them.
 
-1. The parameter of a state. Weights have the structured name of their parameter (``model.norm.weight``). States have
-   the name of its variable (``linear_5.w_0_moment1_0``), and every pipeline stage counts its variables from 0. The
-   table of both names is in ``model_meta.json`` or in the files of weights. Otherwise it follows from the order in
-   which the model builds its parameters (:mod:`.canonical_ranks`).
-2. The box of a local tensor in the whole one. The family of the model declares the axis that tensor parallelism cuts,
-   and the shapes prove it. The ranks of a sharding group share the states of a parameter. A state is whole in one of
-   their files, or several files have a range of its elements each (:mod:`.rank_files`).
-3. The experts of a file. Expert-parallel ranks have the same variables for different experts. A file of states has the
-   experts of its own expert-parallel rank, or parts of them, and parts of all other tensors. The expert-parallel ranks
-   of one tensor-parallel rank follow each other in the sharding group, as often as it has them.
-
-The steps: read every file, group the files by pipeline stage and tensor-parallel rank (:class:`StageFiles`), and
-convert each group to shards (:class:`Assembly`). A weight that no file contains is read from its master weight, with a
-cast.
-
-Checksums do not exist, and files of weights record no step. Missing files, files of two grids, optimizer files of
-different steps, and tensors that are not stored whole are found. A changed byte is not.
+Missing files, mixed grids or steps, and incomplete tensors are detected. Without checksums, changed bytes are not.
 """
 
 from __future__ import annotations
@@ -87,12 +71,12 @@ META_NAME = "model_meta.json"
 
 _EXPERT = re.compile(r"\.experts\.[0-9]{1,6}\.")
 _SLICE = "slice@"
-"""The beginning of the names of states of parameters that stage 3 slices."""
+"""The prefix of states of parameters that stage 3 slices."""
 _OF_MASTER = "fp32_master_0_"
-"""Between the name of a parameter and that of its state, in optimizers with master weights."""
+"""In optimizers with master weights, this separates the names of parameter and state."""
 _FROZEN = "save_sharding_stage1_model_include_freeze_params"
 _PADDLE_DTYPES = {10: "float32", 11: "float64", 15: "float16", 16: "bfloat16", 22: "bfloat16", 5: "float32"}
-"""Numbers of Paddle's element types in ``model_meta.json``; the last two are those of earlier versions."""
+"""Paddle's dtype codes in ``model_meta.json``; the last two are from earlier versions."""
 
 
 _FLOATS = ("float16", "float32", "float64")
@@ -103,14 +87,14 @@ States = dict[tuple[str, str], list[stock.FileArray]]
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a parameter that the ranks of one cell hold.
+    """The part of a parameter on the ranks of one cell.
 
     Args:
         name: structured name.
-        dtype: element type of the weight; empty if nothing states it.
-        shape: shape of the whole tensor.
-        box: the part, in the whole tensor.
-        first: whether no earlier cell holds the same part; later copies are compared and not read.
+        dtype: dtype of the weight; empty if unknown.
+        shape: global shape.
+        box: the part, in global coordinates.
+        first: whether no earlier cell contains the same part; later copies are compared, not read.
     """
 
     name: str
@@ -122,20 +106,19 @@ class Part:
 
 @dataclass(frozen=True)
 class StageFiles:
-    """The files of one pipeline stage and one tensor-parallel rank: those of all ranks of its sharding group.
+    """A cell: the files of all ranks of a sharding group, for one pipeline stage and one tensor-parallel rank.
 
-    Each kind of files is in the order of the sharding group. Experts of each expert-parallel rank have a cell of their
-    own (:func:`_expert_cells`).
+    The experts of each expert-parallel rank form a separate cell (:func:`_expert_cells`).
 
     Args:
         tp: tensor-parallel rank.
         pp: pipeline stage.
-        contents: the contents of files of each kind.
-        names: name of the variable by structured name.
-        shapes: local shape and dtype of parameters that the directory describes, by structured name.
-        others: those names of which another cell has the tensors in the same files.
-        canonical: boxes of weights whose files have canonical names, by structured name: whether the file has the axes
-            in reverse order, and the box.
+        contents: the contents of files of each kind, in the order of the sharding group.
+        names: variable names by structured name.
+        shapes: local shape and dtype of described parameters, by structured name.
+        others: variable names of parameters in the same files that belong to another cell.
+        canonical: boxes of weights in files with canonical names, by structured name: whether the file has the axes in
+            reverse order, and the box.
     """
 
     tp: int
@@ -148,7 +131,7 @@ class StageFiles:
 
 
 def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any], last: bool = False) -> Assembly:
-    """Read all files of a directory, and convert them to shards; of several copies the first one, or the last."""
+    """Read all files of a directory and convert them to shards, from the first or the last copy of each tensor."""
     contents = {name: read_rank_file(directory, name) for name in files.names}
     _check_steps_equal(directory, contents)
     if is_known(config):
@@ -163,17 +146,17 @@ def _assembled(directory: Path, files: RankFiles, config: Mapping[str, Any], las
     for cell in reversed(cells) if last else cells:
         assembly.add(cell)
     if not {*assembly.weightless}.isdisjoint(assembly.stateless):
-        assembly.faults.append(f"sharding_io stores weights that are not trained under {_FROZEN} alone")
+        assembly.faults.append(f"sharding_io only stores untrained weights with {_FROZEN}")
     if assembly.stateless and not (files.described or files.sharding in (1, stock_run.stated_sharding(directory))):
         assembly.faults += (f"{name}: no optimizer state is stored" for name in assembly.stateless)
         assembly.faults.append(
-            f"{ARGUMENTS} does not state sharding_parallel_size {files.sharding}: files of other ranks may be missing"
+            f"{ARGUMENTS} does not have sharding_parallel_size {files.sharding}: files of other ranks may be missing"
         )
     return assembly
 
 
 def _check_steps_equal(directory: Path, contents: Mapping[str, RankContent]) -> None:
-    """Refuse optimizer files and a scheduler whose counts of steps differ."""
+    """Check that optimizer files and scheduler have the same number of steps."""
     epochs = {name: one.epoch for name, one in contents.items() if one.epoch is not None}
     if (epoch := scheduler_epoch(directory)) is not None and epochs:
         epochs[SCHEDULER] = epoch
@@ -182,24 +165,24 @@ def _check_steps_equal(directory: Path, contents: Mapping[str, RankContent]) -> 
 
 
 def _described(directory: Path, files: RankFiles) -> RankFiles:
-    """Return the files with what ``model_meta.json`` states about them, if there is one."""
+    """Add the content of ``model_meta.json`` to the files, if it exists."""
     path = directory / META_NAME
     if not is_file(path):
         return files
     try:
         meta = parse_json(read_document(path, MAX_DOCUMENT_BYTES))
         degrees, described = meta["parallel_config"], meta["sharding_metas"] or {}
-        stated = [degrees[key] for key in ("mp_degree", "pp_degree", "sharding_degree")]
+        grid = [degrees[key] for key in ("mp_degree", "pp_degree", "sharding_degree")]
         experts, of_experts = (max(index(degrees.get(key, 1)), 1) for key in ("ep_degree", "moe_sharding_degree"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise malformed_file(path, str(error)) from error
     tp, shards = files.tp, files.sharding
-    if stated != [tp, files.pp, shards]:
+    if grid != [tp, files.pp, shards]:
         raise Corrupt(
-            f"{META_NAME} and the files of {directory} are of different numbers of ranks.",
+            f"{META_NAME} and the files of {directory} have different numbers of ranks.",
             where=str(path),
             evidence=[
-                f"{META_NAME}: tp={stated[0]} pp={stated[1]} sharding={stated[2]} ep={experts}",
+                f"{META_NAME}: tp={grid[0]} pp={grid[1]} sharding={grid[2]} ep={experts}",
                 f"files: tp={tp} pp={files.pp} sharding={shards}",
             ],
             next_step=COPY_AGAIN_STEP,
@@ -222,7 +205,7 @@ def _cells(directory: Path, files: RankFiles, contents: Mapping[str, RankContent
             found += _expert_cells(directory, [_cell(files, contents, tp, pp, ep) for ep in ranks])
     seen: set[str] = set()
     for experts in map(_experts, found):
-        # As where each rank counts its own from 0.
+        # This happens if each rank numbers its experts from 0.
         if files.ep > 1 and (twice := sorted(seen & experts)):
             raise unsupported_experts(directory, f"{twice[0]} is on several ranks")
         seen |= experts
@@ -234,10 +217,10 @@ def _experts(cell: StageFiles) -> frozenset[str]:
 
 
 def _expert_cells(directory: Path, cells: Sequence[StageFiles]) -> list[StageFiles]:
-    """Return a cell with the tensors that all ranks of one tensor-parallel rank have, and one per expert-parallel rank.
+    """Return a cell with the tensors that the expert-parallel ranks share, and one cell per rank with its experts.
 
-    A variable of an expert has the same name on every rank, for another expert. Other variables are the same parameter
-    on all ranks, which share its states as a sharding group.
+    A variable of an expert has the same name on every rank, for different experts. Other variables are the same
+    parameter on all ranks, which share its states as a sharding group.
 
     Raises:
         FormatError: names do not show which experts a rank has.
@@ -249,7 +232,7 @@ def _expert_cells(directory: Path, cells: Sequence[StageFiles]) -> list[StageFil
     weights = [name for one in cells[0].contents[MODEL] for name in one.arrays]
     unnamed = [name for name in weights if _EXPERT.search(name) and name not in known]
     if stacked or unnamed or any(rest != rests[0] for rest in rests) or len(set(map(bool, experts))) > 1:
-        named = f"{stacked[0]} is on several ranks" if stacked else "ranks have other parameters"
+        named = f"{stacked[0]} is on several ranks" if stacked else "ranks have different parameters"
         raise unsupported_experts(directory, f"{unnamed[0]}: no file names its variable" if unnamed else named)
     every = {name: cell.names.get(name, "") for cell in cells for name in (*cell.names, *cell.shapes)}
     found = [_with_names(cells[0], {*cells[0].names, *cells[0].shapes} - experts[0], every)]
@@ -260,7 +243,7 @@ def _expert_cells(directory: Path, cells: Sequence[StageFiles]) -> list[StageFil
 
 
 def _with_names(cell: StageFiles, own: Collection[str], every: Mapping[str, str]) -> StageFiles:
-    """Return a cell with the tensors of some names alone, of all that its files contain."""
+    """Restrict a cell to the tensors with some names; ``every`` has all names in its files."""
     return replace(
         cell,
         names={name: one for name, one in cell.names.items() if name in own},
@@ -291,7 +274,7 @@ def _cell(files: RankFiles, contents: Mapping[str, RankContent], tp: int, pp: in
 def _canonical_cells(
     directory: Path, config: Mapping[str, Any], tp: int, cells: Sequence[StageFiles]
 ) -> list[StageFiles]:
-    """Return cells whose weights have canonical names in terms of the model that the optimizer's states are of.
+    """Convert cells whose weights have canonical names to the names and orientation of the optimizer states.
 
     Raises:
         MappingError: no model of the configuration has these tensors and states, or several have.
@@ -301,15 +284,15 @@ def _canonical_cells(
     faults: list[str] = []
     for model in canonical_models(stock.model_description(directory, config), tp, stored):
         named = [model if isinstance(model, str) else _canonical_cell(model, cell) for cell in cells]
-        refused = [one for one in named if isinstance(one, str)]
-        faults += refused
-        if not refused:
+        mismatches = [one for one in named if isinstance(one, str)]
+        faults += mismatches
+        if not mismatches:
             found.append([one for one in named if isinstance(one, StageFiles)])
     has_states = any(cell.contents[OPTIMIZER] for cell in cells)
     if len(found) == 1 or (found and not has_states):
         return found[0]
     raise MappingError(
-        f"Nothing in {directory} names the parameters of its states, and their order does not prove them.",
+        f"The optimizer states in {directory} cannot be assigned to parameters.",
         where=str(directory),
         evidence=fold(dict.fromkeys(faults)) or [f"{len(found)} models of {CONFIG_NAME} have these canonical tensors"],
         next_step="Save it again with save_to_hf: false, which stores the names; or export the weights without the "
@@ -318,7 +301,7 @@ def _canonical_cells(
 
 
 def _canonical_cell(model: CanonicalModel, cell: StageFiles) -> StageFiles | str:
-    """Return a cell in terms of a model, or as text why it does not fit."""
+    """Convert a cell to the names and orientation of a model, or return as text why it does not match."""
     stored = {name: one for content in cell.contents[MODEL] for name, one in content.arrays.items()}
     shapes = model.on_stage(stored)
     states = cell.contents[OPTIMIZER]
@@ -337,18 +320,19 @@ def _canonical_cell(model: CanonicalModel, cell: StageFiles) -> StageFiles | str
 
 @dataclass
 class Assembly:
-    """Collects the shards of all cells, and the faults that show that the files are not one whole checkpoint.
+    """Collects the shards of all cells, and faults that show that the files are not one complete checkpoint.
 
     Args:
         directory: the checkpoint.
         config: its configuration.
         tp: number of tensor-parallel ranks.
-        has_states: whether there are files of optimizer states.
+        has_states: whether there are optimizer files.
     Attributes:
-        faults: one line each.
-        cuts: number of parts of every parameter on each axis.
-        copies: tensors that two tensor-parallel ranks have whole: the name, both copies, and the bytes per element.
-        stateless: parameters without a state, as those that are not trained.
+        faults: faults, one line each.
+        cuts: number of shards per axis, by parameter.
+        copies: tensors that are replicated on two tensor-parallel ranks: the name, both copies, and the bytes per
+            element.
+        stateless: parameters without optimizer states, such as untrained ones.
         weightless: parameters without a weight.
         shards: the shards.
     """
@@ -379,10 +363,10 @@ class Assembly:
             own = states.get(name, {})
             canonical = [one for _, one in cell.canonical.get(name, ())]
             stored = [weights[name]] if name in weights else []
-            held = stored or [
+            arrays = stored or [
                 stock.FileArray(file, begin, one.box.shape, one.dtype) for one, file, begin, _ in canonical
             ]
-            self._compare(part, {(MODEL_STATE, name): held, **own})
+            self._compare(part, {(MODEL_STATE, name): arrays, **own})
             if not part.first:
                 continue
             # A tied parameter has the states of the name that sorts first.
@@ -400,8 +384,8 @@ class Assembly:
         self, part: Part, cell: StageFiles, stored: Sequence[stock.FileArray], master: Sequence[stock.FileArray]
     ) -> None:
         if part.name in cell.canonical:
-            for turned, shard in cell.canonical[part.name]:
-                self.keep((MODEL_STATE, "", turned), shard)
+            for transposed, shard in cell.canonical[part.name]:
+                self.keep((MODEL_STATE, "", transposed), shard)
         elif stored:
             self._join(part, (MODEL_STATE, "", False), part.name, part.dtype, stored)
         elif master and part.dtype:
@@ -436,7 +420,7 @@ class Assembly:
             self.keep(stored_as, piece.shard(name, part.shape, part.box, flat, dtype))
 
     def _compare(self, part: Part, own: Mapping[tuple[str, str], Sequence[stock.FileArray]]) -> None:
-        """Note the copies of tensors that another tensor-parallel rank has as well."""
+        """Record copies of tensors that another tensor-parallel rank also stores."""
         for (role, name), pieces in own.items() if self.tp > 1 and part.box == whole(part.shape) else ():
             first = self._copied.setdefault((role, name), pieces)
             for one, other in zip(first, pieces, strict=False) if first is not pieces else ():
@@ -444,16 +428,16 @@ class Assembly:
                     self.copies.append((name, one.fragment, other.fragment, dtype_size(one.dtype)))
 
     def _part(self, cell: StageFiles, name: str, weight: stock.FileArray | None) -> Part | None:
-        """Return the part of a parameter that a cell has; None after noting why nothing shows it."""
+        """Return the part of a parameter in a cell; None if it is unknown, which is recorded as a fault."""
         if weight is None and name not in cell.shapes:
-            self.faults.append(f"{name}: no file states its shape")
+            self.faults.append(f"{name}: no file contains its shape")
             return None
         shape, dtype = cell.shapes[name] if weight is None else (weight.shape, weight.dtype)
         total, axis = shape, None
         if self.tp > 1:
             found = self._declared.whole(name, shape, self.tp)
             if isinstance(found, str):
-                self.faults.append(f"{name}: the axis that tensor parallelism cuts cannot be proved: {found}")
+                self.faults.append(f"{name}: its tensor-parallel axis cannot be inferred: {found}")
                 return None
             total, axis = found
         box = shifted(shape, tuple(cell.tp * length if at == axis else 0 for at, length in enumerate(shape)))
@@ -486,7 +470,7 @@ class Assembly:
         return found
 
     def _averages(self, cell: StageFiles, variables: Mapping[str, str]) -> dict[str, list[stock.FileArray]]:
-        """Return the pieces of every moving average by structured name. Those of master weights take precedence."""
+        """Return the pieces of every moving average by structured name; averages of master weights take precedence."""
         found: dict[str, list[stock.FileArray]] = {}
         known = {**_by_variable(cell.others), **variables}
         for content in cell.contents[EMA]:
@@ -502,7 +486,7 @@ class Assembly:
 
 
 def _by_variable(names: Mapping[str, str]) -> dict[str, str]:
-    """Return the structured name of every variable; of tied parameters the one that sorts first."""
+    """Return the structured name of every variable; for tied parameters, the name that sorts first."""
     found: dict[str, str] = {}
     for name in sorted(names):
         found.setdefault(names[name], name)
@@ -510,7 +494,7 @@ def _by_variable(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def _split(key: str, variables: Mapping[str, str]) -> tuple[str | None, str]:
-    """Return parameter and state of a key such as ``linear_5.w_0_fp32_master_0_moment1_0``; of a variable no state."""
+    """Split a key such as ``linear_5.w_0_fp32_master_0_moment1_0`` into parameter and state; a weight has no state."""
     key = key.removeprefix(_SLICE)
     for at in (len(key), *(at for at in range(len(key) - 1, 0, -1) if key[at] == "_")):
         if key[:at] in variables:
@@ -527,7 +511,7 @@ def _is_sharding_io(directory: AnyPath) -> bool:
 
 
 def _has_rank_files(directory: AnyPath, has_meta: bool) -> bool:
-    """Return whether there are files of ranks: of an optimizer, or of weights without open weights beside them."""
+    """Return whether there are rank files: optimizer files, or weight files in a directory without open weights."""
     if not isinstance(directory, Path) or not is_directory(directory):
         return False
     names = {path.name for path in list_directory(directory)}
@@ -539,37 +523,39 @@ def _has_rank_files(directory: AnyPath, has_meta: bool) -> bool:
 
 
 def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> OpenedCheckpoint:
-    """Open a checkpoint; parts of tensor-parallel ranks are not read without a configuration.
+    """Open a checkpoint. Tensor-parallel checkpoints require a configuration.
 
     Raises:
-        NotACheckpoint: a step needs a configuration, and there is none.
-        Corrupt: files are missing or of different steps, or tensors are not stored whole; all of them.
-        FormatError: a pickle with more than data, files of two checkpoints, or a malformed document.
-        MappingError: the family of the model does not declare a tensor that is cut.
+        NotACheckpoint: a configuration is required, and there is none.
+        Corrupt: files are missing or from different steps, or tensors are incomplete; the error lists all of them.
+        FormatError: a pickle contains more than data, files are from two checkpoints, or a file is malformed.
+        MappingError: the model's family does not declare a tensor that is cut.
     """
     if PADDLE_DISTCP.recognises(directory):
         check_one_checkpoint(directory, [(MODEL_STATE, "files of ranks")])
     directory = require_local(directory, "A checkpoint of Paddle")
-    stated = stock.read_stock_config(directory, config)
+    stored_config = stock.read_stock_config(directory, config)
     files = find_rank_files(directory)
     identities = identities_of(directory / name for name in files.names)
-    made = _assembled(directory, files, stated[0])
-    faults = dict.fromkeys(made.faults)
-    return stock.open_stock(format, directory, made.shards, identities, faults, stated, made.cuts, made.copies)
+    found = _assembled(directory, files, stored_config[0])
+    faults = dict.fromkeys(found.faults)
+    return stock.open_stock(
+        format, directory, found.shards, identities, faults, stored_config, found.cuts, found.copies
+    )
 
 
 def _last_copies(checkpoint: OpenedCheckpoint) -> Catalog:
     """Read the files again, and return the copies of the last tensor-parallel rank."""
     directory = require_local(checkpoint.catalog.root, "A checkpoint of Paddle")
-    made = _assembled(directory, find_rank_files(directory), checkpoint.config, last=True)
-    return structs.replace(checkpoint.catalog, roles=stock.gather_roles(made.shards)[0])
+    found = _assembled(directory, find_rank_files(directory), checkpoint.config, last=True)
+    return structs.replace(checkpoint.catalog, roles=stock.gather_roles(found.shards)[0])
 
 
 LEGACY_HYBRID = Format(
     name="legacy_hybrid",
     title="checkpoint of hybrid parallelism (one .pdparams and .pdopt per rank)",
     predicate="was written rank by rank by an older Trainer",
-    advice="Convert it with paddleformers-fc convert, and name the result.",
+    advice="Convert it with paddleformers-fc convert, and use the result.",
     checks=("tensors", "model", "replicas", "equal values"),
     recognises=_is_hybrid,
     opener=_open,

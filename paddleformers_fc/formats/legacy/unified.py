@@ -6,18 +6,14 @@
 ``master_weights-0000i-of-N.safetensors``  master weights by the name of their parameter
 =========================================  ================================================
 
-Each kind has an index, ``optimizer.safetensors.index.json``, or is one file without a number. Tensor-parallel parts are
-merged. States and master weights have the orientation of the model. Weights of linear layers have that of open weights
-in files whose metadata contain ``format: pt``. The shape of the states or the declaration of the family proves it. For
-square weights other layers of the same name prove it, or ``qkv`` beside ``proj``, or the master weight, or the
-embedding that a head is tied to. A state that several sharding ranks store in ranges of elements is joined in the order
-of the files. Expert-parallel ranks may count their experts from 0: the same names are then in several files, and the
-order of the files gives the offset.
+Each kind has an index such as ``optimizer.safetensors.index.json``, or is one file without a number. Tensor-parallel
+parts are merged, and states in ranges of elements are joined in the order of the files. If expert-parallel ranks number
+their experts from 0, several files contain the same names, and the order of the files gives the offset.
 
-Under ``remove_master_weight`` there are no master weights, and those of the weights are read from them with a cast.
-
-There are no checksums, and files of weights record no step. The powers of Adam's betas show the steps of the files of
-states.
+States and master weights have the model's orientation. Linear weights have the orientation of open weights in files
+with ``format: pt``, which shapes of states or the family prove. Square weights are decided by other layers with the
+same name, by their master weight, or by the tied embedding. Under ``remove_master_weight``, master weights are read
+from the weights, with a cast.
 """
 
 from __future__ import annotations
@@ -64,24 +60,24 @@ _WEIGHTS, _STATES, _MASTERS = "model", "optimizer", "master_weights"
 _KINDS = (_WEIGHTS, _STATES, _MASTERS)
 _FILE = re.compile(r"(model|optimizer|master_weights)(?:-[0-9]{5}-of-([0-9]{5}))?\.safetensors")
 _UNMERGED = re.compile(r"(?:optimizer|master_weights)(?:\.[a-z0-9_]+\.safetensors|.*\.safetensors_shard_[0-9]{4})")
-"""Files of ``ignore_merge_optimizer``: one per rank, with parts that nothing describes."""
+"""Files of ``ignore_merge_optimizer``: one per rank, with parts that no file describes."""
 _OF_TORCH = "pt"
-"""The ``format`` of files whose linear weights have the orientation of open weights."""
+"""The ``format`` of files whose linear weights may have the orientation of open weights."""
 _OF_LAYER = ".weight"
 _LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
-"""Layers that PaddleFormers transposes in every family that has them, see ``transpose_weight_keys``."""
+"""Layers that PaddleFormers transposes in every family, see ``transpose_weight_keys``."""
 _NEVER_TRANSPOSED = "embed_tokens"
 """The layer that PaddleFormers transposes in no family."""
 _HEAD, _TIED = "lm_head", "tie_word_embeddings"
 _SIBLINGS = {"q_proj": "k_proj"}
-"""A layer that is transposed only in families that have the other one beside it."""
+"""A layer that is only transposed in families that also have the other layer."""
 _PARTNERS = {"proj": "qkv"}
 """A layer that is transposed if the other one is."""
 _EXPERT = re.compile(r"(.*\.experts\.)([0-9]{1,6})(\..*)")
 _NUMBERED = re.compile(r"[._]?[0-9]+\Z")
 _HALF = ("bfloat16", "float16")
 _COMPARED = 64
-"""The number of rows that are compared."""
+"""The number of compared rows."""
 
 Arrays = dict[str, list[stock.FileArray]]
 """The arrays of a name, in the order of their files."""
@@ -89,30 +85,30 @@ Arrays = dict[str, list[stock.FileArray]]
 
 @dataclass(frozen=True)
 class _Content:
-    """The arrays of all files of one kind, and the files of open weights' orientation."""
+    """The arrays of all files of one kind, and the files with ``format: pt``."""
 
     arrays: Arrays = field(default_factory=dict)
-    turned: frozenset[str] = frozenset()
+    torch_files: frozenset[str] = frozenset()
 
 
 def _assembled(
     directory: Path, config: Mapping[str, Any], weights: _Content, states: _Content, masters: _Content
 ) -> Assembly:
-    """Return the tensors as those of one rank, whose variables have the names of parameters."""
+    """Return the tensors as if a single rank had stored them, with parameter names as variable names."""
     assembly = Assembly(directory, config, 1, has_states=False)
     experts = _experts(directory, config)
     own, named, exact = (_renumbered(one.arrays, experts, assembly.faults) for one in (weights, states, masters))
     _check_no_masters_as_weights(directory, config, own, exact)
-    # Parameters of float32 are copied into the files of master weights, and have none.
+    # Float32 parameters have no master weights, but files of master weights contain copies of them.
     exact = {name: one for name, one in exact.items() if name not in own or own[name][0].dtype != MASTER.dtype}
-    turned = _Orientation(directory, config, weights.turned, own, named, exact).of_weights()
+    transposed = _Orientation(directory, config, weights.torch_files, own, named, exact).of_weights()
     shapes: dict[str, tuple[Shape, str]] = {}
     canonical: dict[str, list[tuple[bool, StoredShard]]] = {}
     for name, (array, *copies) in own.items():
         if any((one.shape, one.dtype) != (array.shape, array.dtype) for one in copies):
             assembly.faults.append(f"{name}: {array.file} and {copies[0].file} contain different parts of it")
-        shapes[name] = array.shape[::-1] if turned[name] else array.shape, array.dtype
-        canonical[name] = [(turned[name], array.shard(name, shapes[name][0]))]
+        shapes[name] = array.shape[::-1] if transposed[name] else array.shape, array.dtype
+        canonical[name] = [(transposed[name], array.shard(name, shapes[name][0]))]
     variables = {name: name for name in own}
     contents = [
         RankContent(
@@ -127,12 +123,12 @@ def _assembled(
             array, (shape, dtype) = own[name][0], shapes[name]
             if dtype in _HALF:
                 shard = array.shard(name + MASTER.suffix, shape, dtype=MASTER.dtype)
-                assembly.keep((MASTER_WEIGHT, dtype, turned[name]), shard)
+                assembly.keep((MASTER_WEIGHT, dtype, transposed[name]), shard)
     return assembly
 
 
 def _check_only_ours(directory: Path, names: Sequence[str]) -> None:
-    """Refuse files of other checkpoints, and those of which nothing describes the parts."""
+    """Check that the directory has no files of other checkpoints, and no unmerged files."""
     mixed = [[name, "safetensors files of states"] for name in names if is_rank_file(name, OPTIMIZER, EMA)]
     if PADDLE_DISTCP.recognises(directory):
         mixed.append([MODEL_STATE, "safetensors files of states"])
@@ -148,10 +144,10 @@ def _check_only_ours(directory: Path, names: Sequence[str]) -> None:
 
 
 def _files(directory: Path, kind: str, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files of a kind, and the tensors that the index lists in each.
+    """Return the files of a kind, with the tensors that the index lists in each.
 
-    They include files of the same numbering that the index does not list: if expert-parallel ranks all count their
-    experts from 0, it lists only one of them.
+    Files with the same numbering that the index does not list are included: if expert-parallel ranks number their
+    experts from 0, the index lists only one file for each name.
     """
     index, single = _index_name(kind), f"{kind}.safetensors"
     own = {name: found[2] for name in names if (found := _FILE.fullmatch(name)) and found[1] == kind}
@@ -183,33 +179,33 @@ def _content(headers: Mapping[str, Header]) -> _Content:
     for name, header in headers.items():
         for tensor, array in stock.arrays_of(name, header).items():
             arrays.setdefault(tensor, []).append(array)
-    turned = (name for name, header in headers.items() if header.metadata.get("format") == _OF_TORCH)
-    return _Content(arrays, frozenset(turned))
+    torch_files = (name for name, header in headers.items() if header.metadata.get("format") == _OF_TORCH)
+    return _Content(arrays, frozenset(torch_files))
 
 
 def _check_no_masters_as_weights(directory: Path, config: Mapping[str, Any], weights: Arrays, masters: Arrays) -> None:
-    """Refuse files of weights with the master weights of a model of 16 bits in them."""
-    stated = config.get("dtype") or config.get("torch_dtype")
-    if stated in _HALF and {own[0].dtype for own in weights.values()} == {MASTER.dtype} and not masters:
+    """Check that weight files do not contain the master weights of a 16-bit model."""
+    declared = config.get("dtype") or config.get("torch_dtype")
+    if declared in _HALF and {own[0].dtype for own in weights.values()} == {MASTER.dtype} and not masters:
         raise FormatError(
-            f"The files of weights in {directory} contain master weights.",
+            f"The weight files in {directory} contain master weights.",
             where=str(directory),
-            evidence=[f"all are {MASTER.dtype}, {CONFIG_NAME} has {stated}, and there are no master weights"],
+            evidence=[f"all are {MASTER.dtype}, {CONFIG_NAME} has {declared}, and there are no master weights"],
             next_step="Resume it with PaddleFormers, and save it without skip_save_model_weight.",
         )
 
 
 @dataclass(frozen=True)
 class _Orientation:
-    """Proves which weights the files contain transposed.
+    """Determines which weights are stored transposed.
 
     Args:
         directory: the checkpoint.
         config: its configuration; empty if there is none.
-        files: the files of open weights' orientation.
+        files: the files that can contain transposed weights.
         weights: all weights.
-        states: the states of optimizers.
-        masters: the master weights by the name of their parameter.
+        states: all optimizer states.
+        masters: the master weights by name of their parameter.
     """
 
     directory: Path
@@ -220,12 +216,12 @@ class _Orientation:
     masters: Arrays
 
     def of_weights(self) -> dict[str, bool]:
-        """Return for every weight whether its file contains it transposed.
+        """Return for every weight whether it is stored transposed.
 
         Raises:
-            FormatError: nothing shows the orientation of some weights.
+            FormatError: the orientation of some weights cannot be proved.
         """
-        decided = self._turned()
+        decided = self._decided()
         unproved = [f"{name}: {why}" for name, why in decided.items() if isinstance(why, str)]
         if unproved:
             raise FormatError(
@@ -238,10 +234,10 @@ class _Orientation:
             )
         return {name: one for name, one in decided.items() if isinstance(one, bool)}
 
-    def _turned(self) -> dict[str, bool | str]:
-        """Return for every weight whether its file contains it transposed, or as text why that cannot be proved.
+    def _decided(self) -> dict[str, bool | str]:
+        """Return for every weight whether it is stored transposed, or as text why this cannot be proved.
 
-        The writer decides by the last part of the name, so layers that are not square decide for those that are.
+        The writer decides by the last part of the name, so layers that are not square decide for square ones.
         """
         known: dict[str, set[Shape]] = {}
         for name, own in (*self.states.items(), *((f"{name}/", own) for name, own in self.masters.items())):
@@ -253,7 +249,7 @@ class _Orientation:
             if len(shape) != 2 or array.file not in self.files or not name.endswith(_OF_LAYER):
                 found[name] = False
             elif shape != shape[::-1]:
-                found[name] = self._is_turned(name, shape, known.get(name, ()))
+                found[name] = self._by_shape(name, shape, known.get(name, ()))
                 votes.setdefault(_leaf(name), set()).add(found[name])
         for name in self.weights.keys() - found.keys():
             leaf = _leaf(name)
@@ -264,11 +260,11 @@ class _Orientation:
             elif len(seen) == 1:
                 found[name] = next(iter(seen))
             else:
-                found[name] = self._is_square_turned(name)
+                found[name] = self._by_values(name)
         return found
 
-    def _is_square_turned(self, name: str) -> bool | str:
-        """Return whether a square weight is transposed, from the numbers of its master weight or its embedding."""
+    def _by_values(self, name: str) -> bool | str:
+        """Return whether a square weight is transposed, by the values of its master weight or tied embedding."""
         if _leaf(name) == _NEVER_TRANSPOSED:
             return False
         master = self.masters.get(name, [])
@@ -278,11 +274,11 @@ class _Orientation:
         shown = _is_transposed(self.directory, self.weights[name][0], master) if master else None
         return "nothing shows the orientation of the square" if shown is None else shown
 
-    def _is_turned(self, name: str, shape: Shape, known: Collection[Shape]) -> bool | str:
-        """Return whether a weight that is not square is transposed, from its states or else its family.
+    def _by_shape(self, name: str, shape: Shape, known: Collection[Shape]) -> bool | str:
+        """Return whether a weight that is not square is transposed, by the shapes of its states or its family.
 
-        States in ranges of elements do not show it. The family's tensors are limited to the classes of the names; if
-        the configuration is not sufficient, every declaration counts.
+        States in ranges of elements do not show it. The family's tensors are limited to the classes that have the
+        stored names; if the configuration is not sufficient, all declarations are considered.
         """
         both = shape, shape[::-1]
         names = self._names
@@ -295,10 +291,7 @@ class _Orientation:
 
     @cached_property
     def _enumerated(self) -> dict[str, set[Shape]]:
-        """The shapes of every tensor in the classes of PaddleFormers that have most of the stored names.
-
-        Names with the scope of PaddleNLP's classes are theirs.
-        """
+        """The shapes of every tensor, in the model classes that have most of the stored names."""
         found: dict[str, set[Shape]] = {}
         if not is_known(self.config):
             return found
@@ -306,7 +299,7 @@ class _Orientation:
         family, model = family_for(self.config), stock.model_description(self.directory, self.config, stored)
         classes: list[dict[str, Shape]] = []
         for is_fleet in (False, True):
-            with contextlib.suppress(MappingError):  # The configuration lacks a size: every declaration remains.
+            with contextlib.suppress(MappingError):  # The configuration lacks a size.
                 declared = enumerate_tensors(family, structs.replace(model, is_fleet=is_fleet))
                 classes.append({one.name: one.shape for one in declared})
         unknown = [len(stored - one.keys()) for one in classes]
@@ -317,7 +310,7 @@ class _Orientation:
 
     @cached_property
     def _names(self) -> Names | None:
-        """The names that the family declares; None if it is unknown."""
+        """The names that the family declares; None if the family is unknown."""
         if not is_known(self.config):
             return None
         model = stock.model_description(self.directory, self.config)
@@ -325,12 +318,12 @@ class _Orientation:
 
 
 def _renumbered(arrays: Arrays, total: int, faults: list[str]) -> Arrays:
-    """Return arrays with the experts' numbers in the model, where ranks count theirs from 0.
+    """Renumber experts as in the model, if ranks number them from 0.
 
     Args:
-        arrays: of the files of one kind.
-        total: the number of experts in a layer; 0 if the configuration does not give it.
-        faults: gets a line for every array of experts of which ranks are missing.
+        arrays: the arrays of the files of one kind.
+        total: the number of experts in a layer; 0 if unknown.
+        faults: receives a line for every expert array that is missing on some ranks.
     """
     local = {name: found for name in arrays if (found := _EXPERT.fullmatch(name))}
     count = max((int(found[2]) for found in local.values()), default=0) + 1
@@ -349,7 +342,7 @@ def _renumbered(arrays: Arrays, total: int, faults: list[str]) -> Arrays:
 
 
 def _experts(directory: Path, config: Mapping[str, Any]) -> int:
-    """Return the number of experts in a layer; 0 if the configuration does not give it."""
+    """Return the number of experts in a layer; 0 if the configuration does not determine it."""
     if not is_known(config):
         return 0
     sizes = family_sizes(family_for(config), stock.model_description(directory, config))
@@ -357,15 +350,15 @@ def _experts(directory: Path, config: Mapping[str, Any]) -> int:
 
 
 def _is_transposed(directory: Path, weight: stock.FileArray, known: Sequence[stock.FileArray]) -> bool | None:
-    """Return whether a file contains a square weight transposed; None if that is not shown.
+    """Return whether a square weight is stored transposed; None if this cannot be decided.
 
-    The first rows of a tensor with the same numbers are compared with the first rows and columns of the weight.
+    The first rows of a tensor with the same values are compared with the first rows and columns of the weight.
 
     Args:
-        directory: of the files.
+        directory: the directory of the files.
         weight: the weight.
-        known: its master weight, which is cast to its dtype, or the other name of a tied one: in the orientation of the
-            model, whole or in ranges of elements.
+        known: its master weight, or the weight that it is tied to, in the model's orientation: complete or in ranges of
+            elements.
     """
     length, dtype = weight.shape[0], to_numpy(to_safetensors(weight.dtype))
     count = min(length, _COMPARED)
@@ -379,8 +372,8 @@ def _is_transposed(directory: Path, weight: stock.FileArray, known: Sequence[sto
     ]
     rows = np.concatenate(parts).astype(dtype).reshape(count, length)
     straight = _elements(directory, weight, 0, count * length).reshape(count, length)
-    turned = np.stack([_elements(directory, weight, row * length, count) for row in range(length)], axis=1)
-    fits = [rows.tobytes() == one.tobytes() for one in (straight, turned)]
+    transposed = np.stack([_elements(directory, weight, row * length, count) for row in range(length)], axis=1)
+    fits = [rows.tobytes() == one.tobytes() for one in (straight, transposed)]
     return fits[1] if fits[0] != fits[1] else None
 
 
@@ -391,7 +384,7 @@ def _elements(directory: Path, array: stock.FileArray, begin: int, count: int) -
 
 
 def _leaf(name: str) -> str:
-    """Return the name of a layer without the number that it may end with."""
+    """Return the name of a layer, without a number at its end."""
     return _NUMBERED.sub("", name.removesuffix(_OF_LAYER)).rpartition(".")[2]
 
 
@@ -408,32 +401,32 @@ def _is_of_states(name: str) -> bool:
 
 
 def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> OpenedCheckpoint:
-    """Open a checkpoint; the configuration shows orientations and numbers of experts.
+    """Open a checkpoint. The configuration helps to determine orientations and numbers of experts.
 
     Raises:
-        Corrupt: files or tensors that an index lists are missing, files are of different steps, or tensors are not
-            stored whole; all of them.
-        FormatError: files of two checkpoints, of ``ignore_merge_optimizer`` or of quantised states.
-        MappingError: the family of the model does not declare a tensor.
+        Corrupt: files or tensors of an index are missing, files are from different steps, or tensors are incomplete;
+            the error lists all of them.
+        FormatError: files are from two checkpoints, unmerged, or contain quantized states.
+        MappingError: the model's family does not declare a tensor.
     """
     directory = require_local(directory, "A unified checkpoint")
     names = sorted(path.name for path in list_directory(directory))
     _check_only_ours(directory, names)
-    stated = stock.read_stock_config(directory, config)
+    stored_config = stock.read_stock_config(directory, config)
     stock.check_no_links(directory, (directory / name for name in map(_index_name, _KINDS) if name in names))
     listed = {kind: _files(directory, kind, names) for kind in _KINDS}
     stock.check_no_links(directory, (directory / name for files in listed.values() for name in files))
     read = [read_files(directory / _index_name(kind), files, None, "off", ()) for kind, files in listed.items()]
     identities = {path: one for own in read for path, one in own.identities.items()}
-    made = _assembled(directory, stated[0], *(_content(one.headers) for one in read))
-    return stock.open_stock(format, directory, made.shards, identities, made.faults, stated, made.cuts)
+    found = _assembled(directory, stored_config[0], *(_content(one.headers) for one in read))
+    return stock.open_stock(format, directory, found.shards, identities, found.faults, stored_config, found.cuts)
 
 
 UNIFIED = Format(
     name="unified",
     title="unified checkpoint of PaddleFormers",
     predicate="was written by PaddleFormers as a unified checkpoint",
-    advice="Name it in resume_from_checkpoint; or make a flex checkpoint of it with paddleformers-fc convert.",
+    advice="Set resume_from_checkpoint to it, or convert it to a flex checkpoint with paddleformers-fc convert.",
     checks=("tensors", "model", "equal values"),
     recognises=_is_unified,
     opener=_open,
