@@ -1,12 +1,12 @@
-"""Copies of live tensors in a kept block of host memory, for an asynchronous save.
+"""Copy live tensors to a reused buffer in host memory, for an asynchronous save.
 
-New memory is 20 times as slow as memory that has been touched, because every page is faulted in. A buffer is therefore
-allocated once, with its pages, and filled again by every snapshot. Its memory is page-locked if Paddle supports that
-for the device.
+Writing to new memory is 20 times slower than to touched memory, because every page is faulted in. The buffer is
+therefore allocated once, with its pages, and reused by every snapshot. It is page-locked if Paddle supports that for
+the device.
 
-The thread of the save copies host memory in :meth:`SnapshotCopy.finish`, with two threads. Copies from a device are
-begun by :meth:`SnapshotBuffer.begin`, which runs on the training thread. Paddle's choice of a stream holds for the
-whole process, so another thread would move kernels of the training to the stream of the copies.
+:meth:`SnapshotBuffer.begin` runs on the training thread and starts the copies from a device: Paddle's current stream is
+process-wide, so another thread would move training kernels to the copy stream. :meth:`SnapshotCopy.finish` runs on the
+save's thread and copies host memory with two more threads.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from paddleformers_fc.layout.live import Roles
 
 _PIECE_BYTES = 16 << 20
 _THREADS = 2
-"""Threads that copy host memory, a piece at a time: one does not reach the rate of the memory."""
+"""Threads that copy host memory; one thread does not reach the memory bandwidth."""
 
 _ALIGNMENT = 64
-"""Bytes that the copies of tensors are aligned to, so that any dtype can be viewed."""
+"""Alignment of copied tensors in bytes, so that any dtype can be viewed."""
 
 
 class SnapshotBuffer:
-    """Host memory that one snapshot fills at a time.
+    """Host memory for one snapshot at a time.
 
     Attributes:
         capacity: bytes of host memory.
@@ -52,11 +52,11 @@ class SnapshotBuffer:
         self._owner: Any = None
 
     def reserve(self, tensors: Roles, ranges: ElementRanges) -> bool:
-        """Return whether memory had to be allocated for a snapshot. No earlier snapshot may be in use."""
+        """Ensure that a snapshot fits, and return whether memory was allocated. No earlier snapshot may be in use."""
         needed = snapshot_bytes(tensors, ranges)
         if needed <= self.capacity:
             return False
-        # Released first, because both together may be too much.
+        # The old memory is released first, because both together may not fit.
         self.capacity, self._memory, self._owner = 0, np.empty(0, np.uint8), None
         pinned = any(has_pinned_memory(tensors[role][name].local_tensor.place) for role, name in ranges)
         if pinned:
@@ -68,11 +68,11 @@ class SnapshotBuffer:
         return True
 
     def begin(self, tensors: Roles, ranges: ElementRanges) -> SnapshotCopy:
-        """Assign memory to every range, and begin the copies from devices. On the training thread.
+        """Assign memory to every range, and start the copies from devices. Must run on the training thread.
 
         Args:
             tensors: role -> name -> live weight.
-            ranges: the ranges to copy of them; their memory is reserved.
+            ranges: the ranges to copy; :meth:`reserve` has reserved their memory.
         """
         copying = SnapshotCopy({}, [])
         used = 0
@@ -88,7 +88,7 @@ class SnapshotBuffer:
                         ends = copy_ends(tensor, begin, end, one.memory)
                         copying.transfers.extend(begin_copies_to_host([pair]) for pair in ends)
         except BaseException:
-            copying.wait()  # The memory is used again.
+            copying.wait()  # The memory will be reused.
             raise
         return copying
 
@@ -102,7 +102,7 @@ class _Copied(msgspec.Struct, frozen=True):
     memory: np.ndarray[Any, Any]
 
     def copies(self) -> Iterator[tuple[Any, int, int, np.ndarray[Any, Any]]]:
-        """Yield the arguments of :func:`copy_to_host` for the parts that one thread copies at a time."""
+        """Yield the arguments of :func:`copy_to_host` for each piece."""
         width = dtype_of(self.tensor).itemsize
         for start in range(self.begin, self.end, _PIECE_BYTES // width):
             stop = min(start + _PIECE_BYTES // width, self.end)
@@ -113,15 +113,15 @@ class SnapshotCopy(msgspec.Struct, frozen=True):
     """A snapshot that is being copied.
 
     Args:
-        ranges: what is copied, and where to: role -> name -> ranges.
-        transfers: copies from devices that have begun.
+        ranges: the ranges and their memory: role -> name -> ranges.
+        transfers: the started copies from devices.
     """
 
     ranges: dict[str, dict[str, list[_Copied]]]
     transfers: list[DeviceCopy]
 
     def finish(self) -> HostTensors:
-        """Copy what is in host memory, and wait for devices. Afterwards the live tensors may change."""
+        """Copy tensors in host memory, and wait for copies from devices. Afterwards the live tensors may change."""
         ranges = [one for names in self.ranges.values() for some in names.values() for one in some]
         on_host = [piece for one in ranges if in_host_memory(one.tensor.place) for piece in one.copies()]
         try:
@@ -133,7 +133,7 @@ class SnapshotCopy(msgspec.Struct, frozen=True):
         return {role: {name: _pieces(some) for name, some in names.items()} for role, names in self.ranges.items()}
 
     def wait(self) -> None:
-        """Wait for the copies from devices that have begun."""
+        """Wait for the copies from devices."""
         for transfer in self.transfers:
             transfer.wait()
 
@@ -152,7 +152,7 @@ def _aligned(size: int) -> int:
 
 
 def _touched_bytes(size: int) -> np.ndarray[Any, Any]:
-    """Return memory whose pages exist already."""
+    """Allocate memory with all its pages."""
     populate: int = getattr(mmap, "MAP_POPULATE", 0)
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate)
     return np.frombuffer(memory, np.uint8)

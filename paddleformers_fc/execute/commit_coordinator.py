@@ -1,21 +1,14 @@
-"""Commit a save: turn the files that all ranks have written into a checkpoint, on one disk or on several.
+"""Commit a save on one disk or on several.
 
-Each disk gets a directory with the files of its own ranks and all small files: the manifest, the mapping, the
-configuration and the trainer's state, which are equal on all disks. First every disk is prepared, with all bytes on the
-device; then each directory gets its final name. A crash between two of these renames leaves a step that some disks lack
-or hold of an earlier save; :mod:`.opening` refuses it. If replicas differ, nothing is committed before the coordinator
-has got the digests that name them.
+Each disk gets a directory with the files of its own ranks and the metadata files, which are equal on all disks. First
+every disk is synced, then each directory is renamed. A crash between two of these renames leaves a step that some disks
+lack or have from an earlier save; :mod:`.opening` rejects it.
 
-**Staging.** The coordinator creates a directory beside the target, which is removed if any rank fails. Its name reaches
-all ranks with another message or alone. Ranks without access to it have output directories on other disks; the leader
-of each of these disks creates a staging directory there. Before that, a leader deletes what crashed saves have left, so
-that a disk full of it does not stop the next save.
-
-**Disks.** The ranks that write onto the same disk are found by writing: equal paths may lead to different disks. All
-ranks know the name of a token that rank 0 has created, here the staging directory, and look for it. Ranks with access
-to it share its disk, and the creator is the **leader** of that disk. On every host, the lowest of the other ranks
-creates the next token, until every rank has a leader. One shared disk takes one exchange, which can carry a message for
-rank 0; disks of single hosts take four.
+Ranks that share a disk are found by visibility, because equal paths may lead to different disks. Rank 0 creates its
+staging directory, and all ranks check whether they can see it. Its creator is the **leader** of the disk. On every
+host, the lowest of the other ranks creates the next staging directory, until every rank has a leader. One shared disk
+takes one exchange; disks of single hosts take four. Before a leader creates a staging directory it deletes stale ones,
+so that a full disk does not stop the next save.
 """
 
 from __future__ import annotations
@@ -44,8 +37,8 @@ class DiskLeaders(msgspec.Struct, frozen=True):
     """The disks of a job.
 
     Args:
-        leads: by rank, the leader of its disk.
-        token: the token of this rank's leader.
+        leads: for every rank, the leader of its disk.
+        token: the name of this rank's staging directory, which its leader has created.
     """
 
     leads: tuple[int, ...]
@@ -61,8 +54,8 @@ class DiskLeaders(msgspec.Struct, frozen=True):
         return {lead: [rank for rank, own in enumerate(self.leads) if own == lead] for lead in self.sorted_leaders}
 
 
-class _ProbeMessage(msgspec.Struct, frozen=True):
-    """The leader whose token is visible to a rank, and the rank's host."""
+class _Visibility(msgspec.Struct, frozen=True):
+    """The leader whose token a rank can see, and the rank's host."""
 
     lead: int | None
     host: str
@@ -81,10 +74,10 @@ def find_disk_leaders(
     Args:
         channel: all ranks; every rank must call.
         doing: description of the operation, for errors.
-        token: the name of the token of rank 0.
+        token: the name of rank 0's token.
         put: creates a token with a new name on this rank's disk and returns the name; called on some ranks.
-        is_visible: returns whether a token is visible to this rank.
-        message: returns what this rank has for rank 0.
+        is_visible: returns whether this rank can see a token.
+        message: returns this rank's message for rank 0.
     Returns:
         the disks, and on rank 0 the messages of all ranks.
     Raises:
@@ -100,13 +93,13 @@ def find_disk_leaders(
     messages, sees = gather_and_keep(channel, doing, look, bytes, to=0, marks=is_hidden)
     if not is_hidden[0]:
         return DiskLeaders((0,) * channel.world_size, token), messages
-    # The first token is not looked up again: a network file system could answer from its cache.
-    probe = partial(_probe, is_visible, {0: token} if sees else {}, channel.rank)
+    # The first token is not checked again, because a network file system could answer from its cache.
+    check = partial(_check_visibility, is_visible, {0: token} if sees else {}, channel.rank)
     found: dict[int, tuple[int, str]] = {}
     tokens = {0: token}
     while True:
         left: dict[str, int] = {}
-        for rank, seen in enumerate(all_gather_checked(channel, doing, probe, _ProbeMessage)):
+        for rank, seen in enumerate(all_gather_checked(channel, doing, check, _Visibility)):
             if rank not in found and seen.lead is not None:
                 found[rank] = (seen.lead, tokens[seen.lead])
             elif rank not in found:
@@ -117,17 +110,17 @@ def find_disk_leaders(
         creates = channel.rank in left.values()
         created = all_gather_checked(channel, doing, partial(_create_token, put, creates), bytes)
         tokens = {rank: os.fsdecode(created[rank]) for rank in sorted(left.values())}
-        probe = partial(_probe, is_visible, tokens, channel.rank)
+        check = partial(_check_visibility, is_visible, tokens, channel.rank)
 
 
 def _create_token(put: Callable[[], str], creates: bool) -> bytes:
     return os.fsencode(put()) if creates else b""
 
 
-def _probe(is_visible: Callable[[str], bool], tokens: Mapping[int, str], rank: int) -> _ProbeMessage:
-    # No name was looked up before: a network file system cannot answer from its cache.
+def _check_visibility(is_visible: Callable[[str], bool], tokens: Mapping[int, str], rank: int) -> _Visibility:
+    # These names are new, so a network file system cannot answer from its cache.
     lead = next((maker for maker, token in tokens.items() if maker == rank or is_visible(token)), None)
-    return _ProbeMessage(lead, socket.gethostname())
+    return _Visibility(lead, socket.gethostname())
 
 
 class StagingDirectory(msgspec.Struct, frozen=True):
@@ -136,7 +129,7 @@ class StagingDirectory(msgspec.Struct, frozen=True):
     Args:
         path: the directory on this rank's disk.
         disks: the disks of all ranks.
-        own: the directory, on the leader of a disk.
+        own: the directory if this rank is the leader of a disk; else None.
     """
 
     path: Path
@@ -145,12 +138,12 @@ class StagingDirectory(msgspec.Struct, frozen=True):
 
 
 class StagingMaker:
-    """Creates the staging directories of a save, and deletes those that were not committed when it is closed.
+    """Creates the staging directories of a save; closing it deletes a directory that was not committed.
 
     Args:
-        target: the directory that is going to be written.
+        target: the output directory.
         channel: all ranks.
-        place_of: returns the path beside which the target of this rank is staged.
+        place_of: returns the path next to which the target is staged on this rank.
 
     Attributes:
         staged: the staging directory of this rank's disk, once :meth:`find` has returned.
@@ -175,10 +168,10 @@ class StagingMaker:
             runs: ids of this run and its ancestors.
         """
         place = self._place_of(self._target)
-        # Without locks a leader would delete what another one has made on the same disk for this save.
+        # Without locks, a second leader on the same disk would delete the staging directory of the first.
         recover(place.parent, () if self._channel.rank else runs)
         if place.parent == real_path(self._target):
-            # What an export has left that created the directory; its parent need not be readable.
+            # An export that created the target was staged next to it; that directory need not be readable.
             with contextlib.suppress(StorageError):
                 recover(place.parent.parent)
         self._own = self._stack.enter_context(staging_directory(place, runs[0]))
@@ -192,7 +185,7 @@ class StagingMaker:
         Args:
             token: the name of the directory that rank 0 has created.
             runs: as for :meth:`create`, which the leaders of other disks call.
-            message: returns what this rank has for rank 0.
+            message: returns this rank's message for rank 0.
         Raises:
             FlexError: the same on every rank.
         """
@@ -210,7 +203,7 @@ class StagingMaker:
         )
         staging = staging_of(disks.token)
         if self._own is not None and self._own.path != staging:
-            self.close()  # A rank of another host was first on this disk.
+            self.close()  # A rank on another host leads this disk.
         self.staged = StagingDirectory(staging, disks, self._own)
         return messages
 
@@ -236,12 +229,12 @@ def staging_beside(
 
 
 class _Documents(msgspec.Struct):
-    """What every disk gets from the coordinator if there are several.
+    """The metadata files that the coordinator sends to the leaders of other disks.
 
     Args:
         manifest: the manifest.
-        files: the coordinator's small files.
-        leads: by file of the manifest, the leader of the disk with it.
+        files: the coordinator's metadata files.
+        leads: for every file of the manifest, the leader of its disk.
     """
 
     manifest: Manifest
@@ -250,17 +243,17 @@ class _Documents(msgspec.Struct):
 
 
 class CommitResult(msgspec.Struct):
-    """A finished checkpoint, as every rank is told of it.
+    """The coordinator's message to all ranks about the commit.
 
     Args:
-        files: number of its files.
-        size: of these files, in bytes.
-        set_aside: where files of other programs that had its name are now, on any disk.
+        files: number of files in the checkpoint.
+        size: total size of these files in bytes.
+        set_aside: backups of files of other programs that had the checkpoint's name, on any disk.
         differences: replicas that differ, one line per tensor.
         ties: tied tensors whose copies differ.
-        suspects: if there are any, nothing has been committed: the groups of ranks whose replicas differ.
-        documents: for the leaders of several disks, on which nothing is committed yet: one compressed message, which
-            other ranks receive as well and do not read. It is bounded as every exchange.
+        suspects: the groups of ranks whose replicas differ. If there are any, nothing has been committed yet.
+        documents: with several disks, on which nothing is committed yet, the compressed metadata files for their
+            leaders; other ranks ignore it.
     """
 
     files: int = 0
@@ -278,13 +271,13 @@ def commit_or_pack(
     checksums: Sequence[Sequence[FileChecksum]],
     files: Mapping[str, bytes],
 ) -> CommitResult:
-    """Commit a checkpoint on one disk; for several, pack what their leaders need. On the coordinator.
+    """Commit a checkpoint on one disk, or pack the metadata files for the leaders of several. The coordinator calls.
 
     Args:
         staged: the staging directory.
-        manifest: of the checkpoint, whose mapping and index are written.
-        checksums: of the files of every rank, by rank.
-        files: the small files of the coordinator, which go onto every disk.
+        manifest: the manifest of the checkpoint, whose mapping and index are already written.
+        checksums: the checksums of every rank's files, by rank.
+        files: the coordinator's metadata files, which every disk gets.
     Raises:
         FlexError: a file is missing, or cannot be synced or renamed.
     """
@@ -302,7 +295,7 @@ def commit_or_pack(
 
 
 def sync_packed(staged: StagingDirectory, packed: bytes, rank: int) -> tuple[None, None]:
-    """Write what the coordinator has packed, and sync, if this rank is the leader of a disk. It has no message.
+    """Write the packed metadata files and sync, if this rank is the leader of a disk. Returns no message.
 
     Raises:
         FlexError: as :func:`commit_or_pack`.
@@ -313,13 +306,13 @@ def sync_packed(staged: StagingDirectory, packed: bytes, rank: int) -> tuple[Non
 
 
 def rename_staged(staged: StagingDirectory) -> list[bytes]:
-    """Give the synced directory of this rank its name, if it has one; return where the files of others are now."""
+    """Rename this rank's staging directory to its target, if it has one; return backups of files of other programs."""
     kept = None if staged.own is None else commit(staged.own)
     return [] if kept is None else [os.fsencode(kept)]
 
 
 def _sync(staging: Staging, documents: _Documents, rank: int) -> None:
-    """Write documents and the manifest, and sync; the leader of a disk calls."""
+    """Write the metadata files and sync. The leader of a disk calls."""
     if rank != 0:
         for path, data in documents.files.items():
             write_file(staging.path / path, data, root=staging.path)

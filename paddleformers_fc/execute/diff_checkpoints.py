@@ -1,16 +1,12 @@
 """Compare two checkpoints tensor by tensor, across parallel layouts and formats.
 
-The canonical streams of both sides (:func:`.digest.read_in_pieces`) are compared piece by piece, with the figures of
-deviations. A tensor that differs is read again for its md5, in pieces too. Memory therefore does not depend on the size
-of tensors. Tensors that only one side has, or with another shape or dtype, are not compared. Roles that one format
-cannot contain are not compared: beside open weights, the optimizer states, most of a checkpoint's bytes, are not read.
+The canonical tensors of both sides (:func:`.digest.read_in_pieces`) are compared piece by piece; a tensor that differs
+is read again for its md5, so memory does not depend on the size of tensors. Roles that one format cannot contain are
+not read. If both sides store equal boxes under equal rules, the stored bytes are compared first, in file order and
+without a plan, and then only canonical tensors that contain differing bytes.
 
-If both sides store equal boxes under equal rules, they are proved once and their stored bytes are compared first, in
-the order of files and without a plan. Only canonical tensors that read a differing one are compared then.
-
-The deviation of two tensors of equal shape and dtype: largest absolute and ULP difference, first differing index. ULP
-counts the representable numbers between two numbers: 1 for neighbours, so that it does not depend on their size. NaN
-deviates in bits alone: it has no distance.
+The deviation of two tensors is their largest absolute difference, their largest difference in ULP (representable
+numbers between two numbers, plus one) and the first differing index. NaN counts only as differing bits.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.text import natural
 
 COMPARE_BYTES = 2 << 20
-"""Bytes of a piece on each side: few enough to be in the processor's cache when they are compared."""
+"""Bytes of a piece on each side, small enough to be in the processor's cache when they are compared."""
 _THREADS = 4
 
 _CHUNK = 1 << 18
@@ -61,9 +57,9 @@ class Deviation(msgspec.Struct, frozen=True):
     """The figures of one tensor.
 
     Attributes:
-        elements: how many differ in their bits.
-        absolute: the largest absolute difference; None where it is not finite.
-        ulp: the most representable numbers between two elements, plus one; None for types that are not floating point.
+        elements: number of elements whose bits differ.
+        absolute: the largest absolute difference; None if it is not finite.
+        ulp: the largest difference in ULP; None for dtypes that are not floating point.
         first: index of the first element that differs.
     """
 
@@ -74,13 +70,13 @@ class Deviation(msgspec.Struct, frozen=True):
 
 
 class DeviationSum:
-    """Adds up the deviation of a tensor from its pieces in order.
+    """Accumulates the deviation of a tensor from its pieces in order.
 
     Args:
-        shape: of the tensor.
+        shape: shape of the tensor.
 
     Attributes:
-        elements: how many differ so far.
+        elements: number of elements that differ so far.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -120,7 +116,7 @@ class DeviationSum:
             a, b = _ordered(left), _ordered(right)
             self._ulp = max(self._ulp, int((np.maximum(a, b) - np.minimum(a, b)).max(initial=0)))
         distance = np.abs(left.astype(np.float64) - right.astype(np.float64))
-        # Infinities of one sign are equal in bits, so that no difference here is inf - inf but of two signs.
+        # Only bits that differ come here, so infinities have opposite signs and their difference is not NaN.
         self._absolute = max(self._absolute, float(distance.max(initial=0.0)))
 
     def result(self) -> Deviation:
@@ -132,7 +128,7 @@ class DeviationSum:
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """Return whether a type is floating point, those of ``ml_dtypes`` included."""
+    """Return whether a dtype is floating point, including the dtypes of ``ml_dtypes``."""
     return dtype.kind == "f" or (dtype.type.__module__ == ml_dtypes.__name__ and "float" in dtype.name)
 
 
@@ -141,7 +137,7 @@ def _bits(values: _Array) -> _Array:
 
 
 def _ordered(values: _Array) -> _Array:
-    """Return numbers as whole numbers in the same order, one apart where no number is between them."""
+    """Map floating-point numbers to integers in the same order, such that adjacent numbers differ by one."""
     sign = 1 << (8 * values.itemsize - 1)
     bits = _bits(values).astype(np.uint64)
     most = np.uint64((sign << 1) - 1)
@@ -152,9 +148,9 @@ class Side(msgspec.Struct, frozen=True):
     """One of the two directories.
 
     Attributes:
-        path: as it was named.
+        path: the directory, as the user named it.
         kind: its format.
-        model_type: of its ``config.json``; empty where there is none, or it names none.
+        model_type: the ``model_type`` of its ``config.json``; empty if there is none.
     """
 
     path: str
@@ -163,7 +159,7 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class Form(msgspec.Struct, frozen=True):
-    """A tensor on one side: element type, global shape, and md5 of its bytes."""
+    """A tensor on one side: dtype, global shape, and md5 of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -171,13 +167,13 @@ class Form(msgspec.Struct, frozen=True):
 
 
 class Different(msgspec.Struct, frozen=True):
-    """A tensor that both sides hold and that is not the same.
+    """A tensor that both sides contain and that differs.
 
     Attributes:
         name: canonical name.
         a: its form on one side.
-        b: its form on the other.
-        deviation: how far the numbers are apart; None where shapes or dtypes differ.
+        b: its form on the other side.
+        deviation: how much the numbers differ; None if shapes or dtypes differ.
     """
 
     name: str
@@ -199,8 +195,8 @@ class RoleDifference(msgspec.Struct, frozen=True):
     """The differences of one role.
 
     Attributes:
-        equal: tensors that are the same, bit for bit.
-        different: tensors that both sides hold and that are not.
+        equal: number of tensors that are bitwise equal.
+        different: tensors that both sides contain and that differ.
         only_in_a: names.
         only_in_b: names.
     """
@@ -212,7 +208,7 @@ class RoleDifference(msgspec.Struct, frozen=True):
 
     @property
     def same(self) -> bool:
-        """Return whether both sides are equal."""
+        """Whether both sides are equal."""
         return not (self.different or self.only_in_a or self.only_in_b)
 
 
@@ -220,12 +216,12 @@ class Difference(msgspec.Struct, frozen=True):
     """The differences between two checkpoints.
 
     Attributes:
-        equal: whether everything that was compared is the same.
+        equal: whether everything that was compared is equal.
         a: the first directory.
-        b: the second.
+        b: the second directory.
         roles: the result by compared role.
-        not_compared: roles that one side holds and the other cannot.
-        seconds: how long it took.
+        not_compared: roles that one side contains and the other cannot contain.
+        seconds: duration of the comparison.
     """
 
     equal: bool
@@ -241,17 +237,17 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | No
 
     Args:
         a: an opened checkpoint of any format.
-        b: the other.
-        role: the only role to compare; None for all that both formats can contain.
+        b: the other checkpoint.
+        role: the only role to compare; None for all roles that both formats can contain.
     Raises:
-        OptionError: the role is unknown, in neither side, or one that a format cannot contain.
+        OptionError: the role is unknown, is in neither side, or cannot be in one of the formats.
         FlexError: a mapping cannot be proved, or a file cannot be read.
     """
     started = time.monotonic()
     both = (a, b)
     roles = _compared_roles(both, role)
     first = _prepared(a, roles)
-    alike = _is_stored_alike(a, b)
+    alike = _has_equal_storage(a, b)
     # Equal rules are proved once.
     second = (
         _Prepared(structs.replace(first.source, catalog=b.catalog), first.tensors) if alike else _prepared(b, roles)
@@ -272,10 +268,10 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | No
 
 
 class _Prepared(msgspec.Struct, frozen=True):
-    """One side, proved.
+    """One side, with its proved mapping.
 
     Args:
-        source: from the checkpoint to the canonical space.
+        source: the source from the checkpoint to the canonical space.
         tensors: its canonical tensors, by role and name.
     """
 
@@ -294,10 +290,10 @@ def _prepared(checkpoint: OpenedCheckpoint, roles: Sequence[str]) -> _Prepared:
     return _Prepared(source, tensors)
 
 
-def _is_stored_alike(a: OpenedCheckpoint, b: OpenedCheckpoint) -> bool:
-    """Return whether both store equal boxes of the same tensors under the same rules; then one plan fits both."""
+def _has_equal_storage(a: OpenedCheckpoint, b: OpenedCheckpoint) -> bool:
+    """Return whether both store equal boxes of the same tensors under the same rules, so that one plan fits both."""
     if any(isinstance(one, ScaledFile) for side in (a, b) for one in side.catalog.identities.values()):
-        return False  # Their tensors are products, which have no bytes.
+        return False  # Products of numbers and scales have no stored bytes.
     if a.format is not b.format or a.config != b.config or a.catalog.roles.keys() != b.catalog.roles.keys():
         return False
     if not a.format.canonical and (a.known, a.preferred, a.rules) != (b.known, b.preferred, b.rules):
@@ -319,29 +315,29 @@ def _has_equal_forms(one: Mapping[str, StoredTensor], other: Mapping[str, Stored
 
 
 _Found = Mapping[Key, tuple[Form, Form, Deviation | None]]
-"""A difference: the forms of both sides, and their deviation."""
+"""The differing tensors: the forms of both sides, and their deviation."""
 
 
 def _differences(first: _Prepared, second: _Prepared, alike: bool) -> _Found:
-    """Return the tensors of both sides that are not the same, with their digests and figures.
+    """Return the tensors that differ between both sides, with their digests and deviations.
 
     Args:
         first: one side.
-        second: the other.
-        alike: whether a plan of one fits the other.
+        second: the other side.
+        alike: whether a plan of one side fits the other.
     """
     common = [key for key in first.tensors if key in second.tensors]
     same = {key for key in common if first.tensors[key] == second.tensors[key]}
-    wanted = [key for key in common if key in same and first.tensors[key].size]
+    comparable = [key for key in common if key in same and first.tensors[key].size]
     left = first.plan(first.tensors)
     if alike and not left.checks:
         differing = differing_stored(first.source.catalog, second.source.catalog, left.touched)
         suspects = {(role, one) for role, name in differing for one in canonical_names(first.source, role, name)}
-        wanted = [key for key in wanted if key in suspects]
-        right = second.plan(wanted)
+        comparable = [key for key in comparable if key in suspects]
+        right = second.plan(comparable)
     else:
         right = second.plan(second.tensors)
-    deviations = _deviations(first, left, second, right, wanted)
+    deviations = _deviations(first, left, second, right, comparable)
     keys = [key for key in common if key not in same or key in deviations]
     ours, theirs = (_forms(side, keys) for side in (first, second))
     return {key: (ours[key], theirs[key], deviations.get(key)) for key in keys}
@@ -350,7 +346,7 @@ def _differences(first: _Prepared, second: _Prepared, alike: bool) -> _Found:
 def _deviations(
     first: _Prepared, left: LoadPlan, second: _Prepared, right: LoadPlan, keys: Sequence[Key]
 ) -> dict[Key, Deviation]:
-    """Return the figures of the tensors of equal shape and dtype whose bytes differ."""
+    """Return the deviations of the tensors of equal shape and dtype whose bytes differ."""
     sides = [
         read_in_pieces(side.source, _layout(side, keys), PIECE_BYTES, plan)
         for side, plan in ((first, left), (second, right))
@@ -368,13 +364,13 @@ def _deviations(
 
 
 class _RangePair(NamedTuple):
-    """A range of bytes of a file on either side; sorted by the left side's files.
+    """A range of bytes on both sides, ordered by the left side's files.
 
     Args:
-        left: the file on the left, and the offset in it.
-        right: the same on the right.
+        left: the left file, and the offset in it.
+        right: the right file, and the offset in it.
         size: length in bytes.
-        number: of its tensor.
+        number: number of its tensor.
     """
 
     left: FileOffset
@@ -384,7 +380,7 @@ class _RangePair(NamedTuple):
 
 
 def differing_stored(left: Catalog, right: Catalog, names: Mapping[str, Collection[str]]) -> set[Key]:
-    """Return the stored tensors whose bytes differ, by role and name; neighbours are read together.
+    """Return the stored tensors whose bytes differ, by role and name; adjacent ranges are read together.
 
     Args:
         left: the stored tensors of one checkpoint.
@@ -417,13 +413,13 @@ def _compare_batches(
     differing: set[int],
     take: Callable[[], list[_RangePair] | None],
 ) -> int:
-    """Compare batches on one thread until there is none, and return the bytes read.
+    """Compare batches on one thread until there are none left, and return the bytes read.
 
     Args:
-        pool: reads them.
+        pool: reads the files.
         roots: the directories of both sides.
-        differing: gets the numbers of the tensors that differ.
-        take: returns the next batch.
+        differing: receives the numbers of the tensors that differ.
+        take: returns the next batch, or None.
     """
     memory, count = np.empty((2, COMPARE_BYTES), np.uint8), 0
     while (batch := take()) is not None:
@@ -438,7 +434,7 @@ def _compare_batches(
 
 
 def _cut(pair: _RangePair) -> Iterator[_RangePair]:
-    """Yield the parts of a range that fit into memory."""
+    """Yield a range in pieces of at most :data:`COMPARE_BYTES`."""
     (file, begin), (other, start) = pair.left, pair.right
     for low in range(0, pair.size, COMPARE_BYTES):
         size = min(COMPARE_BYTES, pair.size - low)
@@ -446,14 +442,14 @@ def _cut(pair: _RangePair) -> Iterator[_RangePair]:
 
 
 def _reads(root: AnyPath, places: Iterable[FileOffset], ends: Sequence[int], memory: _Array) -> Iterator[Operation]:
-    """Yield the reads of ranges into successive memory, in the order of the files."""
+    """Yield the reads of ranges into successive memory, in file order."""
     address: int = memory.__array_interface__["data"][0]
     for (file, begin), low, high in sorted(zip(places, ends, ends[1:], strict=False)):
         yield Operation(root / file, begin, high - low, address + low, memory)
 
 
 def _is_equal(one: _Array, other: _Array) -> bool:
-    """Return whether two flat arrays have equal bytes, which are compared as words."""
+    """Return whether two flat arrays have equal bytes, comparing words for speed."""
     one, other = one.view(np.uint8), other.view(np.uint8)
     words = one.size - one.size % 8
     if (one[:words].view(np.uint64) != other[:words].view(np.uint64)).any():

@@ -1,19 +1,12 @@
-"""Canonical tensors of a checkpoint, and their digests: equal numbers have equal digests under every layout and format.
+"""Read canonical tensors and compute their digests, which are equal for equal numbers under any layout and format.
 
-Tensors are read in pieces, in the order of their elements, and hashed piece by piece. Memory: one piece and scratch
-memory, independent of the size of a tensor. Tests use digests to show that a resume is bitwise; ``diff`` reports those
-of tensors that differ.
+Tensors are read and hashed in pieces, in the order of their elements. Memory: one piece and scratch memory, independent
+of the size of a tensor. Open weights have one md5 per directory, which does not depend on how they are divided into
+files. 16-bit weights are compared with their rounded master weights.
 
-**Open weights** have one md5 per directory, which is equal for equal weights, however they are divided into files.
-Time: one pass over the files, which the page cache mostly serves after an export. Memory: one block.
-
-**Weights of 16 bits** are compared with their master weights: every update rounds the master weight to the weight. A
-load does not compare them: it would read master weights that other ranks need, and the next update rounds them again.
-
-**Live weights** have one digest, which is equal for equal canonical tensors under any layout. Every element is hashed
-with its position in its canonical tensor, and the hashes of a tensor are added modulo 2^64. A sum does not depend on
-the order of its parts, so each rank adds up its own, and only the first rank those of replicas. The ranks exchange one
-number per tensor. Memory: one piece of a tensor. Time: about 20 s per 10^9 elements of a rank.
+The digest of live weights hashes every element with its position in the canonical tensor, and adds the hashes of a
+tensor modulo 2^64. Sums do not depend on the order, so each rank adds its own elements (the first holder those of
+replicas), and the ranks exchange one number per tensor. Time: about 20 s per 10^9 elements of a rank.
 """
 
 from __future__ import annotations
@@ -55,7 +48,7 @@ from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.text import count_text, fold, natural
 
 PIECE_BYTES = 32 << 20
-"""Bytes of tensors that are in memory at a time: as many rows of a transposed tensor as make its columns' runs long."""
+"""Bytes of tensors in memory at a time, enough rows of a transposed tensor to make the runs of its columns long."""
 _LINE = 64
 
 
@@ -65,7 +58,7 @@ class TensorDigest(msgspec.Struct, frozen=True):
     Args:
         role: its role.
         name: its canonical name, with the suffix of an optimizer state.
-        dtype: element type by its numpy name.
+        dtype: numpy name of the dtype.
         shape: global shape.
         md5: hex digest of its bytes, row-major and little-endian.
     """
@@ -81,8 +74,8 @@ def digest_tensors(source: ReadSource, layout: ShardsByRole, piece_bytes: int = 
     """Yield the digests of some canonical tensors, in natural order within each role.
 
     Args:
-        source: from a checkpoint to the canonical space.
-        layout: role -> name -> the whole tensor.
+        source: the source from a checkpoint to the canonical space.
+        layout: role -> name -> the complete tensor.
         piece_bytes: bound on the bytes in memory.
     Raises:
         FlexError: as :func:`read_canonical`.
@@ -98,10 +91,10 @@ def digest_tensors(source: ReadSource, layout: ShardsByRole, piece_bytes: int = 
 
 
 def require_plan(source: ReadSource, layout: ShardsByRole) -> LoadPlan:
-    """Plan canonical tensors, and compare what must be equal.
+    """Plan the reads of canonical tensors, and check that copies are equal.
 
     Raises:
-        FlexError: the tensors do not fit what is stored, or copies of a tied tensor differ.
+        FlexError: the tensors do not match what is stored, or copies of a tied tensor differ.
     """
     catalog, plan = source.catalog, plan_reads(source, layout)
     plan.report.raise_error(str(catalog.root))
@@ -113,10 +106,10 @@ class Piece(msgspec.Struct, frozen=True):
     """A range of a tensor's elements.
 
     Args:
-        role: of the tensor.
-        tensor: the whole tensor.
+        role: role of the tensor.
+        tensor: the complete tensor.
         part: the range.
-        numbers: its elements.
+        numbers: the elements of the range.
     """
 
     role: str
@@ -126,20 +119,20 @@ class Piece(msgspec.Struct, frozen=True):
 
     @property
     def is_last(self) -> bool:
-        """Whether the tensor ends with it."""
+        """Whether this is the last piece of the tensor."""
         return self.part.flat is None or self.part.flat[1] == self.tensor.size
 
 
 def read_in_pieces(
     source: ReadSource, layout: ShardsByRole, piece_bytes: int = PIECE_BYTES, plan: LoadPlan | None = None
 ) -> Iterator[Piece]:
-    """Yield tensors in the order of a layout, in pieces whose numbers are valid until the next one.
+    """Yield tensors in the order of a layout, in pieces whose numbers are valid until the next piece.
 
     Args:
-        source: from a checkpoint to the canonical space.
-        layout: role -> name -> the whole tensor. Streams of equal layouts have equal pieces.
+        source: the source from a checkpoint to the canonical space.
+        layout: role -> name -> the complete tensor. Equal layouts give equal pieces.
         piece_bytes: bound on the bytes in memory.
-        plan: the result of :func:`require_plan` for these tensors at least, if there is one.
+        plan: the result of :func:`require_plan` for at least these tensors, if there is one.
     Raises:
         FlexError: as :func:`read_canonical`.
     """
@@ -158,16 +151,16 @@ def read_in_pieces(
     with ReadPool(identities=catalog.identities) as pool:
         for batch in batches(parts, itemgetter(0), piece_bytes):
             pieces: list[Piece] = []
-            wanted: list[ReadItem] = []
+            reads: list[ReadItem] = []
             at = 0
             for room, role, tensor, part in batch:
                 numbers = memory[at : at + shard_bytes(part)].view(numpy_dtype(part.dtype))
                 at += room
                 pieces.append(Piece(role, tensor, part, numbers))
                 is_whole = part.flat is None
-                wanted.extend(items.get((role, tensor.name), ()) if is_whole else planner.items(role, part))
+                reads.extend(items.get((role, tensor.name), ()) if is_whole else planner.items(role, part))
             arrays = {(one.role, one.tensor.name): one.numbers for one in pieces}
-            fill_arrays(pool, catalog.root, sorted(wanted, key=_file_order), arrays)
+            fill_arrays(pool, catalog.root, sorted(reads, key=_file_order), arrays)
             for piece in pieces:
                 yield piece
                 advance(piece.numbers.nbytes)
@@ -177,7 +170,7 @@ _file_order = attrgetter("stored.file", "stored.begin")
 
 
 def _room(part: Shard) -> int:
-    """Return the bytes of a piece in memory: its numbers begin at a cache line."""
+    """Return the bytes of a piece in memory, padded to cache lines."""
     return -(-shard_bytes(part) // _LINE) * _LINE
 
 
@@ -185,10 +178,10 @@ def read_canonical(source: ReadSource, layout: ShardsByRole) -> dict[Key, np.nda
     """Return some shards of canonical tensors as flat arrays, by role and name.
 
     Args:
-        source: from a checkpoint to the canonical space.
-        layout: role -> name -> the shard to be read.
+        source: the source from a checkpoint to the canonical space.
+        layout: role -> name -> the shard to read.
     Raises:
-        FlexError: the shards do not fit what is stored, copies of a tied tensor differ, or a file cannot be read.
+        FlexError: the shards do not match what is stored, copies of a tied tensor differ, or a file cannot be read.
     """
     plan = require_plan(source, layout)
     arrays = {
@@ -204,8 +197,8 @@ def read_canonical(source: ReadSource, layout: ShardsByRole) -> dict[Key, np.nda
 def weights_md5(directory: AnyPath) -> str:
     """Return the md5 of the names and bytes of all tensors.
 
-    For every tensor in the order of its name (compared as text): the name in UTF-8, then the tensor's bytes,
-    row-major and little-endian. With the safetensors library::
+    Tensors are sorted by name as text. Each contributes its name in UTF-8, then its bytes, row-major and little-endian.
+    With the safetensors library::
 
         digest = hashlib.md5()
         for name in sorted(tensors):
@@ -224,7 +217,7 @@ def weights_md5(directory: AnyPath) -> str:
     with ReadPool(identities=catalog.identities) as pool:
         for name in sorted(tensors):
             digest.update(name.encode())
-            for fragment in tensors[name].fragments:  # One, or none where the tensor has no element.
+            for fragment in tensors[name].fragments:  # One, or none if the tensor is empty.
                 shape = fragment.box.shape
                 part = StoredPart(fragment.file, fragment.begin, shape, whole(shape), tensors[name].form.held_dtype)
                 for array in read_in_order(pool, directory, part, PIECE_BYTES):
@@ -234,12 +227,14 @@ def weights_md5(directory: AnyPath) -> str:
 
 
 def compare_rounded(source: ReadSource) -> int:
-    """Compare every weight of 16 bits that has a master weight, and return their number.
+    """Compare 16-bit weights with their rounded master weights, and return the number of compared weights.
+
+    A load does not compare them, because it would read master weights that other ranks need.
 
     Args:
-        source: from a checkpoint to the canonical space.
+        source: the source from a checkpoint to the canonical space.
     Raises:
-        Corrupt: with every weight that is not its master weight, rounded to the nearest number, ties to even.
+        Corrupt: lists every weight that differs from its master weight, rounded half to even.
     """
     layout, catalog = canonical_layout(source), source.catalog
     masters = layout.get(MASTER_WEIGHT, {})
@@ -250,27 +245,27 @@ def compare_rounded(source: ReadSource) -> int:
     }
     stored = {name.removesuffix(MASTER.suffix): one for name, one in catalog.roles.get(MASTER_WEIGHT, {}).items()}
     exact = structs.replace(source, catalog=structs.replace(catalog, roles={MODEL_STATE: stored}))
-    wanted = {name: msgspec.structs.replace(shard, dtype=MASTER.dtype) for name, shard in weights.items()}
+    exact_weights = {name: msgspec.structs.replace(shard, dtype=MASTER.dtype) for name, shard in weights.items()}
     pairs = zip(
         read_in_pieces(source, {MODEL_STATE: weights}, PIECE_BYTES),
-        read_in_pieces(exact, {MODEL_STATE: wanted}, 2 * PIECE_BYTES),
+        read_in_pieces(exact, {MODEL_STATE: exact_weights}, 2 * PIECE_BYTES),
         strict=True,
     )
-    unlike = {one.tensor.name: None for one, master in pairs if not _is_rounded(one.numbers, master.numbers)}
-    if unlike:
+    mismatched = {one.tensor.name: None for one, master in pairs if not _is_rounded(one.numbers, master.numbers)}
+    if mismatched:
+        is_are = "is" if len(mismatched) == 1 else "are"
         raise Corrupt(
-            f"{count_text(len(unlike), 'weight')} of {catalog.root} {'is' if len(unlike) == 1 else 'are'} not the "
-            "rounded master weight.",
+            f"{count_text(len(mismatched), 'weight')} of {catalog.root} {is_are} not the rounded master weight.",
             where=str(catalog.root),
-            evidence=fold(unlike),
-            next_step="Use another checkpoint: numbers were changed after they were saved, or in training outside of "
-            "the optimizer, or replicas differed under flex_check_replicas: off.",
+            evidence=fold(mismatched),
+            next_step="Use another checkpoint. Weights were changed after the save or outside of the optimizer, or "
+            "replicas differed under flex_check_replicas: off.",
         )
     return len(weights)
 
 
 def _is_rounded(own: np.ndarray[Any, Any], master: np.ndarray[Any, Any]) -> bool:
-    """Return whether a weight is its master weight, rounded; NaN may have any bits."""
+    """Return whether a weight equals its rounded master weight; NaN may have any bits."""
     with np.errstate(over="ignore"):
         rounded = master.astype(own.dtype)
     other = np.flatnonzero(own.view(np.uint16) != rounded.view(np.uint16))
@@ -285,15 +280,15 @@ _STEPS = tuple((np.uint64(shift), np.uint64(by)) for shift, by in ((30, 0xBF5847
 _LAST = np.uint64(31)
 
 Sums = dict[str, int]
-"""The sum of every canonical tensor, by its name and dtype."""
+"""The sum of hashes of every canonical tensor, by its name and dtype."""
 
 
 def digest_live(weights: Mapping[str, LocalTensor], model: ModelDescription, channel: Channel) -> str:
-    """Return the digest of the weights that all ranks hold together; every rank must call.
+    """Return the digest of the weights of all ranks; every rank must call.
 
     Args:
         weights: name -> live ``ShardedWeight`` of this rank.
-        model: the model of these weights.
+        model: the description of the model.
         channel: all ranks of the job.
     Returns:
         32 hex digits.
@@ -312,7 +307,7 @@ def digest_live(weights: Mapping[str, LocalTensor], model: ModelDescription, cha
         made = model_rules(model, shards).mapping().made
         sums: Sums = {}
         for shard in shards.values():
-            # Aliases, and tensors that canonical files lack, are not part of the base.
+            # Aliases, and tensors without a canonical form, are not part of the base.
             if shard not in earlier and shard.name in made:
                 _add_shard(sums, shard, weights[shard.name].local_tensor, made[shard.name])
         return sums
@@ -339,7 +334,7 @@ def _add_shard(sums: Sums, shard: Shard, tensor: Any, sources: TensorSources) ->
 
 
 def _pieces(shard: Shard, tensor: Any, unsigned: np.dtype[Any]) -> Iterator[tuple[Fragment, np.ndarray[Any, Any]]]:
-    """Yield the boxes of a shard with their bits, a bounded number of elements at a time."""
+    """Yield the boxes of a shard with the bits of their elements, a bounded number at a time."""
     begin = 0 if shard.flat is None else shard.flat[0]
     for start in range(0, shard.size, _PIECE_ELEMENTS):
         stop = min(start + _PIECE_ELEMENTS, shard.size)
@@ -352,7 +347,7 @@ def _pieces(shard: Shard, tensor: Any, unsigned: np.dtype[Any]) -> Iterator[tupl
 
 
 def _positions(link: BoxLink, part: Box) -> np.ndarray[Any, Any]:
-    """Return a number for the position of every element of a target box in its source; broadcastable."""
+    """Return a number for the position of every element of a target box in its source; it can be broadcast."""
     start = sum(at * _PER_AXIS[axis] for axis, at in enumerate(pulled(link, part).lo)) % _MODULUS
     found = np.full((1,) * len(part.shape), start, np.uint64)
     for axis, length in enumerate(part.shape):

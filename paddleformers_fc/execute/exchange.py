@@ -1,30 +1,13 @@
-"""Read a range on one rank for other ranks, which lack the file or need not read it as well; the exchange of ranks.
+"""Read ranges on one rank for others, and send them in rounds.
 
-If files are on several disks, ranks send lists of the ranges that they want; replicas know each other's. All compute
-the same **rounds** from these (:mod:`paddleformers_fc.plan.transfer_plan`), and :func:`exchange_round` sends the pieces
-of one round, with one exchange per round.
+Ranges are exchanged if a file is not visible to all ranks, or if replicas share their reads; otherwise a load is one
+local read. All ranks compute the same **rounds** (:mod:`paddleformers_fc.plan.transfer_plan`). In a round every rank
+sends its pieces, packed and in the stored dtype, while the next round is read; receivers transpose and cast. A rank
+that fails completes its round and reports the failure; then all ranks stop.
 
-In a round every rank reads its pieces, packed and in the stored dtype, and sends them. A receiver copies a piece to the
-place in its plan, and transposes and casts there. The next round is read while this one is sent. A rank that fails
-completes its round and reports the failure; then all ranks stop. If every file is visible to every rank and each reads
-for itself, no range is exchanged: a load is one local read.
-
-Memory beyond the targets: what is read for two rounds or turns, and one round that is sent and received, each of
-``ROUND_BYTES`` at most; on an accelerator also host copies of incomplete shards. There are few of these, because pieces
-arrive in the order in which ranks request them.
-
-**Replicas.** Ranks of data parallelism hold the same weights. Each computes a digest of the ranges that it reads for
-them, and ranks with equal digests are replicas. Where states of the optimizer are not cut over the replicas, their
-ranges are part of the digest; otherwise every rank reads its own. From its plan and the numbers of its replicas a rank
-derives the share of each of them, so no list of ranges is sent. The page cache of a host serves all its ranks. Under
-``auto`` ranks therefore share only if their replicas are on several hosts, :data:`LEAST_HOSTS` at least. More than
-:data:`MOST_REPLICAS` form several groups. A rank sends two digests of 16 bytes, equal to those of its replicas, in the
-exchange that planning makes in any case.
-
-**Parts in memory.** :func:`gather_parts` sends parts of tensors from the ranks that hold them to the ranks that need
-them. Both sides cut a tensor into the same boxes, and a rank holds or needs a range of a box. Sharding may therefore
-differ, and tensor, pipeline and expert parallelism may not. A rank uses its own elements, and receives all others from
-the lowest rank that holds them.
+Replicas find each other by a digest of the ranges that they read, which planning exchanges in any case; no list of
+ranges is sent. Memory beyond the targets: the reads of two rounds or turns, and one round that is sent and received,
+each at most ``ROUND_BYTES``; on an accelerator also host copies of incomplete shards.
 """
 
 from __future__ import annotations
@@ -96,19 +79,19 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 _Place = tuple[str, Box]
 """The name of a tensor, and a box of it."""
 
-LEAST_HOSTS = 4
-"""Least hosts of replicas that share their reads under ``auto``."""
+MIN_HOSTS = 4
+"""Minimum number of hosts for replicas to share reads under ``auto``: the page cache serves all ranks of a host."""
 
-MOST_REPLICAS = 64
-"""Most ranks that share their reads. With more of them, pieces become short and rounds many; they form groups."""
+MAX_REPLICAS = 64
+"""Maximum number of ranks that share reads; more ranks form groups, because pieces would become short."""
 
 
 class SharedReads(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank reads that others may read as well, on its way to them.
+    """Message with digests of the ranges that a rank could share with others.
 
     Args:
-        ranges: the digest of the ranges; empty if the rank reads for itself.
-        hosts: the digest of the hosts of all ranks, under ``auto``.
+        ranges: digest of the ranges; empty if the rank reads for itself.
+        hosts: digest of the hosts of all ranks, under ``auto``.
     """
 
     ranges: bytes = b""
@@ -116,18 +99,18 @@ class SharedReads(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Replicas(msgspec.Struct, frozen=True):
-    """The ranks that read the same ranges as this one, in a job in which ranks share reads.
+    """The ranks that read the same ranges as this rank, in a job with shared reads.
 
     Args:
-        ranks: in rising order, this rank included; it may be the only one.
-        parts: the ranges, equal on all of them.
+        ranks: the ranks in ascending order, including this rank; it may be the only one.
+        parts: the ranges, equal on all of these ranks.
     """
 
     ranks: tuple[int, ...]
     parts: tuple[StoredPart, ...]
 
     def schedule(self, limit: int) -> TransferSchedule:
-        """Return the rounds in which replicas send each other what they have read; none for a rank alone.
+        """Return the rounds in which replicas exchange what they have read; none for a single rank.
 
         Args:
             limit: bound on the bytes that a rank sends, and receives, in a round.
@@ -136,7 +119,7 @@ class Replicas(msgspec.Struct, frozen=True):
 
 
 def shared_parts(plan: LoadPlan, roles: Roles) -> tuple[StoredPart, ...]:
-    """Return the ranges that replicas of a rank read as well: those of weights, and of states that are not cut.
+    """Return the ranges that replicas of a rank read as well: weights, and states that are not sharded over replicas.
 
     Args:
         plan: the reads of the rank.
@@ -148,7 +131,7 @@ def shared_parts(plan: LoadPlan, roles: Roles) -> tuple[StoredPart, ...]:
 
 
 def by_shard(plan: LoadPlan) -> list[ReadItem]:
-    """Return the items ordered by shard, so that shards are completed one after the other."""
+    """Return the items ordered by shard, so that shards are completed one by one."""
     shards: dict[tuple[str, str], list[ReadItem]] = {}
     for item in plan.items:
         shards.setdefault((item.role, item.name), []).append(item)
@@ -156,7 +139,7 @@ def by_shard(plan: LoadPlan) -> list[ReadItem]:
 
 
 def _largest(role: str, names: Mapping[str, LocalTensor]) -> dict[str, int]:
-    """Return for each parameter the elements of its largest tensor of a role."""
+    """Return for each parameter the number of elements of its largest tensor in a role."""
     found: dict[str, int] = {}
     for name, weight in names.items():
         parameter = parameter_of(role, name)
@@ -167,7 +150,7 @@ def _largest(role: str, names: Mapping[str, LocalTensor]) -> dict[str, int]:
 def shared_reads(
     plan: LoadPlan, roles: Mapping[str, Mapping[str, LocalTensor]], options: ReadOptions
 ) -> tuple[SharedReads, tuple[StoredPart, ...]]:
-    """Return the message of a rank, and the ranges that it can share.
+    """Return a rank's message, and the ranges that it can share.
 
     Args:
         plan: the reads of the rank.
@@ -175,7 +158,7 @@ def shared_reads(
         options: whether ranks share reads.
     """
     is_automatic = options.replicas == "auto"
-    if options.replicas == "each" or (is_automatic and len(set(options.hosts)) < LEAST_HOSTS):
+    if options.replicas == "each" or (is_automatic and len(set(options.hosts)) < MIN_HOSTS):
         return SharedReads(), ()
     parts = shared_parts(plan, roles)
     ranges, hosts = (xxhash.xxh3_128_digest(msgspec.msgpack.encode(one)) for one in (parts, options.hosts))
@@ -188,7 +171,7 @@ def replicas_of(
     """Return the replicas of a rank; None if no ranks of the job share reads.
 
     Args:
-        everyone: the message of every rank, by rank.
+        everyone: the messages of all ranks, by rank.
         rank: the rank.
         options: its options, equal on all ranks.
         parts: the ranges that it can share.
@@ -198,18 +181,18 @@ def replicas_of(
         if one.ranges:
             groups.setdefault(one.ranges, []).append(other)
     if options.replicas == "auto":
-        # Ranks that do not see the same hosts would not agree who shares.
+        # Ranks with different lists of hosts would not form the same groups.
         hosts = options.hosts if len({one.hosts for one in everyone}) == 1 else ()
         known = len(hosts) == len(everyone)
         groups = {
-            key: ranks for key, ranks in groups.items() if known and len({hosts[rank] for rank in ranks}) >= LEAST_HOSTS
+            key: ranks for key, ranks in groups.items() if known and len({hosts[rank] for rank in ranks}) >= MIN_HOSTS
         }
     groups = {key: ranks for key, ranks in groups.items() if len(ranks) > 1}
     if not groups:
         return None
     own = groups.get(everyone[rank].ranges, [rank])
-    count = -(-len(own) // MOST_REPLICAS)
-    # Neighbours, which are on one host, are in different groups.
+    count = -(-len(own) // MAX_REPLICAS)
+    # Neighbouring ranks, which are on one host, go into different groups.
     return Replicas(tuple(own[own.index(rank) % count :: count]), tuple(parts))
 
 
@@ -218,11 +201,11 @@ class ReadContext(msgspec.Struct, frozen=True):
 
     Args:
         root: the directory that files are relative to.
-        identities: the identities of the checked files; another file under a path is refused.
+        identities: identities of the checked files; reading a replaced file raises an error.
         visible_to: for every file that is not visible to all ranks, the ranks with access to it.
-        recorded: the checksums of blocks, which are compared while they are read.
-        block_reads: by rank, the blocks that it reads if every rank reads for itself.
-        replicas: the ranks that read the same as this one; None if no ranks of the job share reads.
+        recorded: the block checksums to compare while reading.
+        block_reads: for every rank, the blocks that it reads if every rank reads for itself.
+        replicas: the ranks that read the same ranges; None if no ranks of the job share reads.
     """
 
     root: paths.AnyPath
@@ -254,9 +237,9 @@ class Traffic(msgspec.Struct, frozen=True):
     """Bytes read and received.
 
     Args:
-        read: from storage, by this rank, for itself and for others.
-        received: from other ranks.
-        hashed: of the bytes read, those whose checksums were compared.
+        read: bytes that this rank read from storage, for itself and for others.
+        received: bytes received from other ranks.
+        hashed: bytes read whose checksums were compared.
         slowest: the rank that read longest.
     """
 
@@ -267,7 +250,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 def _gather_ranges(channel: Channel, doing: str, parts: Sequence[StoredPart]) -> list[list[StoredPart]]:
-    """Return the ranges of all ranks, by rank. They are compressed on their way, because names of files repeat."""
+    """Return the ranges of all ranks, by rank. Messages are compressed, because file names repeat."""
     packed = all_gather_checked(channel, doing, lambda: zlib.compress(msgspec.msgpack.encode(parts), 1), bytes)
     decoder = decoder_of(list[StoredPart])
     return [decoder.decode(zlib.decompress(one)) for one in packed]
@@ -276,7 +259,7 @@ def _gather_ranges(channel: Channel, doing: str, parts: Sequence[StoredPart]) ->
 def agreed_schedule(
     requests: Sequence[StoredPart], storage: ReadContext, channel: Channel, limit: int
 ) -> TransferSchedule:
-    """Return this rank's part of the rounds that all ranks compute from the wanted ranges.
+    """Return this rank's part of the rounds that all ranks compute from the requested ranges.
 
     Args:
         requests: the ranges that this rank requests from others or shares with them, in its order.
@@ -299,21 +282,21 @@ def read_redistributed(
     limit: int = ROUND_BYTES,
     timer: PhaseTimer | None = None,
 ) -> Traffic:
-    """Fill every slot of every rank, and end with the verdict of all ranks on the blocks that they have read.
+    """Fill all slots on all ranks, and raise an error on all ranks if any rank failed or found damage.
 
-    Each rank reads for itself the visible ranges that it does not share.
+    A rank reads visible ranges that it does not share by itself.
 
     Args:
         plan: this rank's plan; its report must be empty.
-        storage: the files that it reads.
+        storage: the files that this rank reads.
         slots: memory by role and full name.
         channel: all ranks; every rank must call.
-        options: threads, staging memory, and how ranges for several ranks are read.
+        options: threads, staging memory, and how to read ranges that several ranks need.
         limit: bound on the bytes that a rank sends, and receives, in a round.
-        timer: gets the end of the phase ``read``.
+        timer: measures the phase ``read``.
     Raises:
-        Corrupt: the same on every rank: blocks do not match their checksums; targets hold an undefined mixture.
-        FlexError: the same on every rank: reads failed; targets hold an undefined mixture.
+        Corrupt: the same on every rank: blocks do not match their checksums. Targets are undefined.
+        FlexError: the same on every rank: reads failed. Targets are undefined.
     """
     timer = timer or PhaseTimer()
     schedule = EMPTY_SCHEDULE
@@ -321,7 +304,7 @@ def read_redistributed(
         schedule = _schedule(plan, storage, channel, options, limit)
         if storage.recorded.files:
             own = partial(_own_block_reads, plan, schedule, storage, channel)
-            # An error of one rank must not leave the others alone in the rounds.
+            # If this fails on one rank, no rank may enter the rounds.
             storage = structs.replace(storage, block_reads=run_on_all(channel, "assigning blocks", own))
 
     def fill() -> tuple[FillMessage, tuple[Traffic, FlexError | None]]:
@@ -333,7 +316,7 @@ def read_redistributed(
                 done = Traffic(execute_reads(plan, storage.root, slots, options, storage.identities, blocks), 0)
         except StorageError:
             raise
-        except FlexError as error:  # Damaged blocks explain it.
+        except FlexError as error:  # Damaged blocks may explain it, and take precedence.
             failure = error
         with ReadPool(options, storage.identities) as pool:
             rest = pool.hash_rest(blocks)
@@ -365,7 +348,7 @@ def _schedule(
 def _own_block_reads(
     plan: LoadPlan, schedule: TransferSchedule, storage: ReadContext, channel: Channel
 ) -> list[BlockReads]:
-    """Return, by rank, the blocks that this rank reads, for itself or for others: it compares all of them."""
+    """Return the blocks that this rank reads, for itself or for others, as an entry of a list by rank."""
     rank, arriving = channel.rank, schedule.parts(channel.rank)
     owned = (piece.stored for pieces in schedule.read_by(rank) for piece in pieces)
     reads = [*(item.stored for item in plan.items if item.stored not in arriving), *owned]
@@ -385,9 +368,9 @@ def _run_rounds(
 ) -> Traffic:
     """Read what this rank does not share, and execute the rounds of a schedule.
 
-    Every rank must call, inside an agreement helper: an error of this rank is raised after all ranks have left the
-    rounds. A round ends with the word of every rank whether it has more, because groups of replicas have different
-    numbers of rounds.
+    Every rank must call, inside an exchange that reports errors: an error of this rank is raised after all ranks have
+    left the rounds. At the end of each round ranks exchange whether they have more, because groups of replicas have
+    different numbers of rounds.
     """
     filling = _ShardFiller(plan, schedule.parts(channel.rank), slots, storage, options, blocks)
     failures: list[Exception] = []
@@ -422,7 +405,7 @@ def _run_rounds(
 
 
 def _goes_on(channel: Channel, has_failed: bool, has_more: bool) -> bool:
-    """Return whether any rank has another round and none has failed. Every rank must call."""
+    """Return whether any rank has another round and no rank has failed. Every rank must call."""
     words = channel.gather("redistributing", b"failed" if has_failed else b"more" * has_more) or ()
     return b"failed" not in words and b"more" in words
 
@@ -430,7 +413,7 @@ def _goes_on(channel: Channel, has_failed: bool, has_more: bool) -> bool:
 def compare_redistributed(
     checks: Sequence[EqualCheck], storage: ReadContext, channel: Channel, options: ReadOptions = DEFAULT_OPTIONS
 ) -> None:
-    """Compare both sides of every check; if they may be on different disks, compare digests.
+    """Compare both sides of every check, by digests if they may be on different disks.
 
     Args:
         checks: the checks of this rank's plan.
@@ -438,7 +421,7 @@ def compare_redistributed(
         channel: all ranks; every rank must call.
         options: threads.
     Raises:
-        MismatchError: the same on every rank, naming every pair that differs.
+        MismatchError: the same on every rank; names every pair that differs.
     """
     compare = partial(verify_equal, tuple(checks), storage.root, options, storage.identities)
     if storage.visible_to:
@@ -448,11 +431,11 @@ def compare_redistributed(
 
 
 def _agreed_digests(
-    wanted: Sequence[StoredPart], storage: ReadContext, channel: Channel, options: ReadOptions
+    requests: Sequence[StoredPart], storage: ReadContext, channel: Channel, options: ReadOptions
 ) -> dict[StoredPart, bytes]:
-    """Return the digests of all ranges that any rank requests; each is read by one rank."""
-    requests = chain(*_gather_ranges(channel, "asking for tied tensors", wanted))
-    owners = readers(requests, storage.visible_to, channel.world_size)
+    """Return the digests of all ranges that any rank requests; one rank reads each range."""
+    everyone = chain(*_gather_ranges(channel, "asking for tied tensors", requests))
+    owners = readers(everyone, storage.visible_to, channel.world_size)
     mine = [part for part, owner in owners.items() if owner == channel.rank]
 
     def hash_mine() -> list[bytes]:
@@ -468,9 +451,9 @@ class _ShardFiller:
 
     Args:
         plan: this rank's plan.
-        arriving: the received ranges.
+        arriving: the ranges that this rank receives.
         slots: memory by role and full name.
-        storage: the files that it reads.
+        storage: the files that this rank reads.
         options: threads and staging memory.
         blocks: the blocks that this rank compares.
     """
@@ -499,11 +482,11 @@ class _ShardFiller:
                 self._own.setdefault(key, []).append(item)
 
     def read_alone(self) -> None:
-        """Fill the shards of which no range is received."""
+        """Fill the shards that receive no range."""
         self._read((item for item in self._plan.items if (item.role, item.name) not in self._left), self._slots)
 
     def place(self, piece: TransferPiece, array: Array) -> None:
-        """Copy a received piece to its place in the plan, and pass a complete shard on."""
+        """Copy a received piece to its targets, and close shards that are complete."""
         for item in self._arriving[piece.move.part]:
             key = (item.role, item.name)
             box = piece.box.relative_to(item.stored.part.lo)
@@ -517,7 +500,7 @@ class _ShardFiller:
                 del self._buffers[key]
 
     def release(self) -> None:
-        """Give the host arrays of incomplete shards back, which a load that fails leaves."""
+        """Release the host arrays of shards that a failed load has left incomplete."""
         for key in self._buffers:
             self._slots[key].finish_copy()
         self._buffers.clear()
@@ -537,11 +520,11 @@ class _ShardFiller:
 def exchange_round(
     channel: Channel, pieces: Sequence[TransferPiece], own: Sequence[Array]
 ) -> list[tuple[TransferPiece, Array]]:
-    """Send the pieces of one round that this rank has; return those that it wants, from all ranks.
+    """Send this rank's pieces of one round, and return the pieces that it receives.
 
     Args:
         channel: all ranks; every rank must call.
-        pieces: of the round, in an order that is equal on all ranks.
+        pieces: the pieces of the round, in the same order on all ranks.
         own: the elements of the pieces that this rank sends, in this order.
     """
     have = dict(
@@ -566,7 +549,7 @@ def exchange_round(
 
 
 def unpacked(payload: Bytes, pieces: Sequence[TransferPiece]) -> Iterator[Array]:
-    """Yield the elements of pieces that lie one after the other in some bytes."""
+    """Yield the elements of pieces that are concatenated in a payload."""
     start = 0
     for piece in pieces:
         yield payload[start : start + piece.size].view(numpy_dtype(piece.move.part.dtype)).reshape(piece.box.shape)
@@ -576,7 +559,7 @@ def unpacked(payload: Bytes, pieces: Sequence[TransferPiece]) -> Iterator[Array]
 def _begin(
     ahead: ThreadPoolExecutor, pool: ReadPool, root: paths.AnyPath, pieces: Sequence[TransferPiece], blocks: Blocks
 ) -> Future[tuple[list[Array], int]]:
-    """Start to read the pieces of a round. Without a thread for it the error is that of its result."""
+    """Start to read the pieces of a round. If no thread can be started, the future has the error."""
     try:
         return ahead.submit(read_parts, pool, root, [piece.stored for piece in pieces], blocks)
     except RuntimeError as error:
@@ -588,24 +571,24 @@ def _begin(
 def _result(
     failures: list[Exception], begun: Future[tuple[list[Array], int]], pieces: Sequence[TransferPiece]
 ) -> tuple[list[Array], int]:
-    """Return the pieces that were read, or zeros in their place, and the bytes read from storage.
-
-    The receivers expect that many bytes.
-    """
+    """Return the pieces and the bytes read from storage; after an error, zeros, because receivers expect the bytes."""
     try:
         return begun.result()
-    except Exception as error:  # Raised when all ranks have left the rounds.
+    except Exception as error:  # Raised after all ranks have left the rounds.
         failures.append(error)
         return [np.zeros(piece.box.shape, numpy_dtype(piece.move.part.dtype)) for piece in pieces], 0
 
 
 def attempt(failures: list[Exception], work: Callable[[], None]) -> None:
-    """Run work and collect its error; skip it after an error. A rank must not leave the rounds before the others."""
+    """Run work unless an earlier error is recorded, and record its error.
+
+    Errors are recorded because a rank must not leave the rounds before the others.
+    """
     if failures:
         return
     try:
         work()
-    except Exception as error:  # As above.
+    except Exception as error:  # Raised after all ranks have left the rounds.
         failures.append(error)
 
 
@@ -613,7 +596,7 @@ class LocalPart(msgspec.Struct, frozen=True):
     """A part that this rank holds.
 
     Args:
-        shard: its box, and the range of it.
+        shard: its box, and the range of the box.
         values: its elements, float32 and one-dimensional.
     """
 
@@ -625,11 +608,11 @@ class _Parts(msgspec.Struct):
     """The parts that one rank holds and needs."""
 
     held: list[Shard]
-    wanted: list[Shard]
+    needed: list[Shard]
 
 
 class _Segment(msgspec.Struct, frozen=True):
-    """Successive elements of a box that one rank has."""
+    """Successive elements of a box that one rank holds."""
 
     sender: int
     start: int
@@ -637,20 +620,26 @@ class _Segment(msgspec.Struct, frozen=True):
 
 
 def gather_parts(
-    held: Mapping[str, LocalPart], wanted: Mapping[str, Shard], channel: Channel
+    held: Mapping[str, LocalPart], needed: Mapping[str, Shard], channel: Channel
 ) -> Iterator[tuple[str, Floats]]:
-    """Yield the names and elements of the wanted parts that some ranks hold; every rank must iterate to the end.
+    """Send parts of tensors in memory to the ranks that need them; every rank must iterate to the end.
+
+    Both sides cut a tensor into the same boxes, and a rank holds or needs a range of a box. Sharding may therefore
+    differ, but tensor, pipeline and expert parallelism may not. A rank uses its own elements, and receives others from
+    the lowest rank that holds them.
 
     Args:
         held: this rank's parts by name.
-        wanted: the parts that this rank needs, by name. Names that no rank holds are left out.
+        needed: the parts that this rank needs, by name. Names that no rank holds are left out.
         channel: all ranks of the job.
+    Yields:
+        name and elements of each needed part.
     Raises:
-        MismatchError: the same on every rank: ranks hold only some elements of a wanted part.
+        MismatchError: the same on every rank: ranks hold only some elements of a needed part.
     """
 
     def own_parts() -> _Parts:
-        return _Parts([one.shard for one in held.values()], list(wanted.values()))
+        return _Parts([one.shard for one in held.values()], list(needed.values()))
 
     everyone = all_gather_checked(channel, "describing parts of tensors", own_parts, _Parts)
     holders: _Holders = {}
@@ -658,7 +647,7 @@ def gather_parts(
         for shard in parts.held:
             holders.setdefault(_place(shard), []).append(_Segment(rank, *_range(shard)))
     moves = _transfers(everyone, holders)
-    for name, shard in wanted.items():
+    for name, shard in needed.items():
         if not shard.size and _place(shard) in holders:
             yield name, np.empty(0, np.float32)
     found: dict[str, Floats] = {}
@@ -667,7 +656,7 @@ def gather_parts(
         own = [_elements(held[one.move.part.file], one.box) for one in pieces if one.move.owner == channel.rank]
         for piece, values in exchange_round(channel, pieces, own):
             name, low, high = piece.move.part.file, piece.box.lo[0], piece.box.hi[0]
-            shard = wanted[name]
+            shard = needed[name]
             if name not in found:
                 found[name], left[name] = np.empty(shard.size, np.float32), shard.size
             first = _range(shard)[0]
@@ -678,15 +667,15 @@ def gather_parts(
 
 
 def _transfers(everyone: Sequence[_Parts], holders: _Holders) -> list[Transfer]:
-    """Return the ranges that one rank has and others want, tensor by tensor; equal on all ranks.
+    """Return the ranges that ranks hold for others, ordered by tensor; equal on all ranks.
 
     Raises:
-        MismatchError: ranks hold only some elements of a wanted part.
+        MismatchError: ranks hold only some elements of a needed part.
     """
     receivers: dict[tuple[str, Box, _Segment], list[int]] = {}
     faults: set[str] = set()
     for rank, parts in enumerate(everyone):
-        for shard in parts.wanted:
+        for shard in parts.needed:
             found = _segments(shard, holders.get(_place(shard), ()), rank)
             for one in found:
                 receivers.setdefault((*_place(shard), one), []).append(rank)
@@ -697,7 +686,7 @@ def _transfers(everyone: Sequence[_Parts], holders: _Holders) -> list[Transfer]:
         raise MismatchError(
             "The ranks together do not hold all elements of a tensor.",
             evidence=sorted(faults),
-            next_step="Let every rank of the job call, with the parts that its optimizer updates.",
+            next_step="Call this on every rank of the job, with the parts that its optimizer updates.",
         )
     ordered = sorted(receivers.items(), key=lambda entry: (entry[0][0], entry[0][1].lo, entry[0][2].start))
     return [
@@ -717,11 +706,11 @@ def _range(shard: Shard) -> tuple[int, int]:
 
 
 _Holders = dict[_Place, list[_Segment]]
-"""The ranges of every box, with the ranks that hold them, in the order of ranks."""
+"""For every box, the ranges that ranks hold, ordered by rank."""
 
 
 def _segments(shard: Shard, holders: Sequence[_Segment], receiver: int) -> list[_Segment]:
-    """Return the segments that make up a part; they end where no rank holds the next element."""
+    """Return the segments that make up a part, up to the first element that no rank holds."""
     at, stop = _range(shard)
     ordered = sorted(holders, key=lambda one: (one.sender != receiver, one.sender))
     found: list[_Segment] = []

@@ -1,14 +1,10 @@
 """Export: write a flex checkpoint as files of another format, in one process.
 
-The format's writer decides about tensors, files, headers and the index; by default it is that of Hugging Face. The
-files are written in batches (:mod:`.export_files`) that read only the ranges of their tensors. Memory is two batches
-plus scratch memory, independent of the size of the model or of a tensor. The same checkpoint content gives the same
-bytes under every layout. Checksums are computed while the files are written
-(:mod:`paddleformers_fc.storage.export_checksums`). A live model is exported by its ranks (:mod:`.live_export`).
-
-**Another dtype.** The tensors of the model's own dtype change; others, such as a float32 router beside bfloat16
-weights, stay, and so do tensors that the family declares as float32. To float32 a weight is read from its master weight
-if one is stored, so no digit of it is lost.
+The format's writer (Hugging Face by default) determines tensors, files, headers and the index. Files are written in
+batches (:mod:`.export_files`) that read only the ranges of their tensors. Memory: two batches plus scratch memory,
+independent of the size of the model or of a tensor. Equal checkpoints give equal bytes under every layout. Checksums
+are computed while the files are written (:mod:`paddleformers_fc.storage.export_checksums`). :mod:`.live_export` exports
+a live model.
 """
 
 from __future__ import annotations
@@ -67,14 +63,14 @@ from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 
 _KEYS = ("torch_dtype", "dtype")
-"""The keys of a configuration that name the dtype of the weights."""
+"""Keys of a configuration that name the dtype of the weights."""
 
 
 def check_dtype(dtype: str) -> None:
-    """Refuse a dtype that an export cannot have.
+    """Check that an export can have a dtype.
 
     Raises:
-        OptionError: it is neither empty nor one of those between which plans cast.
+        OptionError: it is neither empty nor one of the dtypes between which plans cast.
     """
     if dtype and dtype not in CAST:
         raise OptionError(
@@ -88,13 +84,17 @@ def check_dtype(dtype: str) -> None:
 def recast(
     checkpoint: OpenedCheckpoint, source: ReadSource, layout: ShardsByRole, dtype: str
 ) -> tuple[ReadSource, ShardsByRole]:
-    """Return the source and the wanted weights of an export in another dtype.
+    """Return the source and the target tensors of an export in another dtype.
+
+    Only tensors of the model's dtype change. Others, such as a float32 router next to bfloat16 weights, keep their
+    dtype, and so do tensors that the family declares as float32. In an export to float32 a weight is read from its
+    master weight if one is stored, so that no precision is lost.
 
     Args:
         checkpoint: the checkpoint to export.
-        source: from it to canonical tensors.
+        source: the source from the checkpoint to canonical tensors.
         layout: the canonical tensors.
-        dtype: of the export.
+        dtype: dtype of the export.
     Raises:
         OptionError: the model's dtype cannot be converted.
     """
@@ -110,7 +110,7 @@ def recast(
 
 
 def recast_documents(documents: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
-    """Return the documents of an export with the dtype in ``config.json``."""
+    """Return the metadata files of an export with the dtype set in ``config.json``."""
     if CONFIG_NAME not in documents:
         return dict(documents)
     config = _named(parse_config(documents[CONFIG_NAME], Path(CONFIG_NAME)), dtype)
@@ -120,7 +120,7 @@ def recast_documents(documents: Mapping[str, bytes], dtype: str) -> dict[str, by
 
 
 def _named(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a configuration with another dtype, also of nested ones."""
+    """Return a configuration with another dtype, also in nested configurations."""
     return {
         key: dtype if key in _KEYS else _named(value, dtype) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -128,7 +128,7 @@ def _named(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _kept(checkpoint: OpenedCheckpoint) -> frozenset[str]:
-    """Return the canonical names of tensors that are float32 whatever the model's dtype is."""
+    """Return the canonical names of tensors that are float32 under any dtype of the model."""
     if not is_known(checkpoint.known.config):
         return frozenset()
     model = checkpoint.known
@@ -145,11 +145,11 @@ class ExportReport:
     """The report of an export.
 
     Args:
-        directory: the target: a path or a URL.
-        files: name -> bytes of every weight file.
+        directory: the target, a path or a URL.
+        files: name -> length of every weight file in bytes.
         tensors: number of tensors.
-        bytes: bytes of tensors.
-        roles: number of tensors by role; those in several parts count once.
+        bytes: total bytes of the tensors.
+        roles: number of tensors by role; a tensor in several parts counts once.
     """
 
     directory: AnyPath
@@ -159,10 +159,10 @@ class ExportReport:
     roles: dict[str, int]
 
     def digests(self) -> dict[str, str]:
-        """Read every weight file and return its digest (:func:`.digest_of`); exports of equal content have equal ones.
+        """Read every weight file and return its digest (:func:`.digest_of`), which is equal for equal content.
 
         Raises:
-            Corrupt, StorageError: a file is gone or cannot be read.
+            Corrupt, StorageError: a file is missing or cannot be read.
         """
         return {name: digest_of(self.directory / name) for name in self.files}
 
@@ -178,15 +178,15 @@ def export_checkpoint(
     """Write a checkpoint's weights as a Hugging Face directory.
 
     Args:
-        source: a finished flex checkpoint, or one of Paddle with a ``config.json`` in it.
-        target: the directory to write. Where it holds other files they are kept; older weights are replaced.
-        max_shard_bytes: bound on the tensors of one file, in bytes; a larger tensor has a file of its own.
-        verify: how the source is checked: ``off``, ``size`` or ``full``.
-        tied: the copy of a tied tensor to export, by pipeline stage: ``first`` or ``last``; under ``refuse`` the copies
-            must be equal.
+        source: a finished flex checkpoint, or a checkpoint of Paddle that contains a ``config.json``.
+        target: the output directory. Older weights in it are replaced; other files are kept.
+        max_shard_bytes: maximum size of one file's tensors, in bytes; a larger tensor gets its own file.
+        verify: how thoroughly to check the source: ``off``, ``size`` or ``full``.
+        tied: the pipeline stage whose copy of a tied tensor to export: ``first`` or ``last``. Under ``refuse`` the
+            copies must be equal.
         role: ``model_state``, or ``ema_state`` for the moving average.
     Raises:
-        FlexError: older weights in the target are untouched.
+        FlexError: the export failed; older weights in the target are unchanged.
     """
     checkpoint = with_tied(open_on_all_ranks(source, ALONE, verify), tied)
     return export_opened(with_role(checkpoint, role), target, max_shard_bytes)
@@ -203,20 +203,20 @@ def export_opened(
     """Write the tensors of an opened checkpoint as a directory of another format.
 
     Args:
-        checkpoint: the checkpoint; where it is ``unread``, every byte of its files is compared first.
+        checkpoint: the checkpoint; if it is ``unread``, every byte of its files is compared first.
         target: as in :func:`export_checkpoint`, or a URL.
         max_shard_bytes: as in :func:`export_checkpoint`.
-        writer: of the format; by default open weights, and PEFT's for adapters.
-        base: the open weights into which the adapters of the checkpoint are merged, if any.
-        dtype: of the exported weights; empty for the stored one. Open weights without ``base`` alone.
+        writer: the format's writer; by default open weights, and PEFT for adapters.
+        base: open weights into which to merge the checkpoint's adapters, if any.
+        dtype: dtype of the exported weights; empty for the stored dtype. Only for open weights without ``base``.
     Raises:
-        FlexError: older weights in the target are untouched, and those at a URL may be deleted.
+        FlexError: the export failed. Older weights in a local target are unchanged; at a URL they may be deleted.
     """
     if max_shard_bytes < 1:
         raise OptionError(
-            f"max_shard_bytes is {max_shard_bytes}; a file holds at least one byte.",
+            f"max_shard_bytes is {max_shard_bytes}; a file has at least one byte.",
             where="max_shard_bytes",
-            next_step="Give the number of bytes of the largest file, such as 5_000_000_000.",
+            next_step="Set it to the maximum number of bytes of a file, such as 5_000_000_000.",
         )
     plan = _plan_export(checkpoint, target, max_shard_bytes, writer, base, dtype)
     if checkpoint.unread:
@@ -244,14 +244,14 @@ def report_of(target: AnyPath, files: Sequence[OutputFile], written: Sequence[Fi
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export writes, before it writes anything.
+    """The plan of an export.
 
     Args:
-        source: from the checkpoint to the tensors of the format.
-        layout: these tensors, by role.
+        source: the source from the checkpoint to the tensors of the format.
+        layout: the tensors of the format, by role.
         files: the files and their tensors.
-        writer: of the format.
-        merge: the adapters that are added to the weights, if any.
+        writer: the format's writer.
+        merge: the adapters to merge into the weights, if any.
     """
 
     source: ReadSource
@@ -269,11 +269,11 @@ def _plan_export(
     base: OpenedCheckpoint | None,
     dtype: str,
 ) -> ExportPlan:
-    """Return what an export writes; see :func:`export_opened` for the arguments."""
+    """Return the plan of an export; see :func:`export_opened` for the arguments."""
     directory = checkpoint.catalog.root
     check_no_checkpoint(target)
     for one in (directory, *([] if base is None else [base.catalog.root])):
-        if isinstance(target, RemotePath):  # Older files there are deleted before the source is read.
+        if isinstance(target, RemotePath):  # Older files at a URL are deleted before the source is read.
             check_no_overlap(one, target)
     if checkpoint.format.canonical and (writer is None or writer is HUGGINGFACE_WRITER):
         raise not_a_flex_checkpoint(checkpoint.format, directory, checkpoints_advice(directory))
@@ -297,21 +297,21 @@ def finish_export(
     documents: Mapping[str, bytes],
     written: Sequence[FileChecksum],
 ) -> None:
-    """Write the documents and the recorded checksums of an export, and give it its name.
+    """Write the metadata files and the recorded checksums of an export, and commit it.
 
     Args:
-        export: the export, whose files of tensors are closed.
+        export: the export, whose tensor files are closed.
         checkpoint: its source.
-        files: the files of tensors.
-        documents: the files without tensors.
-        written: the checksums of the files of tensors.
+        files: the tensor files.
+        documents: the metadata files.
+        written: the checksums of the tensor files.
     """
     recorded = [*written, *(checksum_of(name, data) for name, data in documents.items())]
     export.finish({**documents, **export.writer.seal(checkpoint, files, recorded)}, written)
 
 
 def export_source(checkpoint: OpenedCheckpoint, writer: ExportWriter) -> ReadSource:
-    """Return the source of the tensors that a format contains: canonical ones, or those of its rules.
+    """Return the source of a format's tensors, which are canonical unless the format has rules.
 
     Raises:
         FlexError: the rules of the checkpoint or of the format cannot be derived or proved.
@@ -329,14 +329,14 @@ def export_source(checkpoint: OpenedCheckpoint, writer: ExportWriter) -> ReadSou
 
 
 def check_no_checkpoint(target: AnyPath) -> None:
-    """Refuse to export into a finished checkpoint.
+    """Check that the target of an export is not a finished checkpoint.
 
     Raises:
-        OptionError: the target is one.
+        OptionError: it is a finished checkpoint.
     """
     if exists(target / MANIFEST_NAME):
         raise OptionError(
-            "The target of the export is a finished checkpoint, which is never written into.",
+            "The target of the export is a finished checkpoint.",
             where=str(target),
             next_step="Name another directory.",
         )
@@ -345,15 +345,15 @@ def check_no_checkpoint(target: AnyPath) -> None:
 def check_target(
     target: AnyPath, documents: Sequence[str], replace: bool, writer: ExportWriter = HUGGINGFACE_WRITER
 ) -> None:
-    """Refuse a target that is a file, is inside a checkpoint, or has a model that may not be replaced.
+    """Check that a target is not a file, not inside a checkpoint, and contains no model that must be kept.
 
     Args:
         target: the directory of an export.
-        documents: names of the files without tensors that the export copies.
+        documents: names of the metadata files that the export copies.
         replace: whether a model in the target may be replaced.
-        writer: of the format.
+        writer: the format's writer.
     Raises:
-        OptionError: the target is refused.
+        OptionError: the target cannot be used.
     """
     check_not_file(target)
     inside = next((path for path in _with_parents(target) if exists(path / MANIFEST_NAME)), None)
@@ -375,7 +375,7 @@ def check_target(
     present = [name for name in (*writer.marks, *documents) if exists(target / name)]
     if present and not replace:
         raise OptionError(
-            "The directory holds a model already, or files of one.",
+            "The directory already contains a model, or files of a model.",
             where=str(target),
             evidence=[f"{name} is there" for name in present],
             next_step="Name another directory, or replace these files and its weights (--replace, replace=True).",
@@ -383,7 +383,7 @@ def check_target(
 
 
 def _with_parents(target: AnyPath) -> Sequence[AnyPath]:
-    """Return a directory and those that it is in."""
+    """Return a directory and its parents."""
     if isinstance(target, Path):
         return (target, *real_path(target).parents)
     found = [target]
@@ -393,10 +393,10 @@ def _with_parents(target: AnyPath) -> Sequence[AnyPath]:
 
 
 def check_no_overlap(source: AnyPath, target: AnyPath) -> None:
-    """Refuse a target that is the directory of the source, or inside of it: sources are never written to.
+    """Check that a target is neither the directory of the source nor inside of it.
 
     Raises:
-        OptionError: the target is refused.
+        OptionError: the target cannot be used.
     """
     own = real_path(source) if isinstance(source, Path) else source
     if str(own) in {str(real_path(one) if isinstance(one, Path) else one) for one in _with_parents(target)}:
@@ -409,7 +409,7 @@ def check_no_overlap(source: AnyPath, target: AnyPath) -> None:
 
 
 def _check_copies_equal(plan: ExportPlan) -> None:
-    """Refuse tied weights and states whose stored copies differ: an export contains one of them."""
+    """Check that the stored copies of tied weights and states are equal, because an export contains only one copy."""
     source = plan.source
     tied = {name for owner in source.stored_aliases.values() for name in source.mapping.readers.get(owner, ())}
     copies = {
@@ -421,10 +421,10 @@ def _check_copies_equal(plan: ExportPlan) -> None:
 
 
 def _model_files(checkpoint: OpenedCheckpoint) -> dict[str, bytes]:
-    """Return the documents of the model."""
+    """Return the model's metadata files."""
     found = {name: checkpoint.document(name) for name in checkpoint.model_files}
     is_stock = checkpoint.commit_record is None and not checkpoint.format.canonical
-    if CONFIG_NAME in found and is_stock and checkpoint.known.partial:  # PaddleFormers wrote it for itself.
+    if CONFIG_NAME in found and is_stock and checkpoint.known.partial:  # PaddleFormers' own form of the configuration.
         config = exported_config(family_for(checkpoint.config), checkpoint.config, checkpoint.known, {})
         found[CONFIG_NAME] = config_bytes(config)
     return found

@@ -1,24 +1,13 @@
-"""Write the files of an export into a directory of this machine or at a URL, in batches that fit into memory.
+"""Write the files of an export into a local directory or to a URL, in batches.
 
-Batches are read, hashed, and written at their offsets. Two batches are in progress at a time, each read and then
-written by one thread, and neither waits for the other. Headers are known in advance.
+Two threads each read, hash and write a batch of at most 4 MiB (32 MiB from a store or of transposed tensors); a larger
+tensor is written in pieces. A local export is staged and renamed (:mod:`~paddleformers_fc.storage.commit`).
 
-A tensor that is larger than a batch is read in pieces. A batch has at most 4 MiB from files of this machine, or 32 MiB
-a store or of transposed tensors.
-
-A local export is written into a staging directory and renamed (:mod:`~paddleformers_fc.storage.commit`).
-
-Object stores cannot rename, so files are uploaded under their final names in an order in which no directory with a mark
-is incomplete. A mark is a file by which readers recognise an export:
-
-1. the marks of an older export are deleted, then its other files;
-2. tensors are uploaded, then documents and checksums; files of tensors that are marks are uploaded without being
-   completed;
-3. every uploaded byte is read again and compared;
-4. the marks are completed and compared in the same way; a mark that differs is deleted.
-
-After an error or an interrupt the uploaded files are deleted, the marks first. A process that is killed leaves files
-without a mark.
+Object stores cannot rename, so the order of uploads ensures that no directory with a *marker*, a file by which readers
+recognise an export, is incomplete. First the markers of an older export are deleted, then its other files. Tensors,
+metadata files and checksums are uploaded (tensor files that are markers without completing them), read again and
+compared. Then the markers are completed and compared. After an error the uploaded files are deleted, markers first; a
+killed process leaves files without a marker.
 """
 
 from __future__ import annotations
@@ -56,13 +45,13 @@ from paddleformers_fc.storage.remote_writes import RemoteFileWriter, compare_upl
 from paddleformers_fc.storage.safetensors import FileLayout, TensorWriter
 
 _CACHE_BYTES = 4 * 1024 * 1024
-"""Bytes of a batch from files of this machine: few enough to be in the processor's cache until they are written."""
+"""Bytes of a batch from local files, small enough to stay in the processor's cache until they are written."""
 _BATCH_BYTES = 32 * 1024 * 1024
-"""Bytes of a batch from a store: each takes requests to it."""
+"""Bytes of a batch from a store, large because each batch takes requests."""
 _TRANSPOSED_BYTES = 32 * 1024 * 1024
-"""Bytes of a piece of a tensor that is not stored in runs: rows enough that runs of its columns are long."""
+"""Bytes of a piece of a transposed tensor, enough rows to make the runs of its columns long."""
 _BATCHES_PER_FILE = 4
-"""Two batches are in memory at a time. Four in a file leave half the size of a file for everything else."""
+"""Minimum number of batches in a file, so that the two batches in memory take at most half the size of a file."""
 _PAGE = 4096
 
 
@@ -73,8 +62,8 @@ class _TensorRange:
     Args:
         tensor: the tensor.
         begin: index of the first element.
-        end: index behind the last.
-        items: their reads; starts are counted from the first element of the tensor.
+        end: index after the last element.
+        items: the reads; starts are relative to the first element of the tensor.
     """
 
     tensor: Shard
@@ -94,8 +83,8 @@ class Batch:
 
     Args:
         file: the file.
-        begin: offset of the first byte among the tensors of the file.
-        ranges: at most one per tensor.
+        begin: offset of the first byte in the concatenated tensors of the file.
+        ranges: the ranges, at most one per tensor.
     """
 
     file: OutputFile
@@ -109,13 +98,13 @@ class Batch:
 
     @property
     def items(self) -> tuple[ReadItem, ...]:
-        """The reads; starts are counted from the first element of a range."""
+        """The reads; starts are relative to the first element of a range."""
         return tuple(
             msgspec.structs.replace(item, start=item.start - one.begin) for one in self.ranges for item in one.items
         )
 
     def carved(self, memory: np.ndarray[Any, Any]) -> dict[Key, np.ndarray[Any, Any]]:
-        """Return a flat array for every range, in memory that is laid out as the file."""
+        """Return a flat array for every range, in memory with the layout of the file."""
         arrays: dict[Key, np.ndarray[Any, Any]] = {}
         at = 0
         for one in self.ranges:
@@ -132,10 +121,10 @@ def batch_bytes(source: ReadSource, max_file_bytes: int) -> int:
 
 
 def batch_memory(files: Sequence[OutputFile], max_bytes: int) -> np.ndarray[Any, Any]:
-    """Return memory for any batch. It starts at a page, because the system copies faster to pages of a file then.
+    """Return memory for any batch, aligned to a page, from which the system writes files faster.
 
     Args:
-        files: the files that the batches are of.
+        files: the files of the batches.
         max_bytes: the result of :func:`batch_bytes`.
     """
     largest = max((shard_bytes(shard) for file in files for shard in file.tensors), default=0)
@@ -164,7 +153,7 @@ def plan_batches(source: ReadSource, files: Sequence[OutputFile], max_bytes: int
         planned = zip(file.tensors, items, strict=True)
         pieces = (_pieces(planner, file.role, tensor, own, max_bytes) for tensor, own in planned)
         for piece in (piece for of_tensor in pieces for piece in of_tensor):
-            # A range without bytes stays with the range before it: a file is whole when its last byte is written.
+            # An empty range joins the previous batch, because a file is finished when its last byte is written.
             if some and piece.nbytes and used + piece.nbytes > max_bytes:
                 yield Batch(file, begin, tuple(_joined(some)))
                 some, begin, used = [], begin + used, 0
@@ -176,7 +165,7 @@ def plan_batches(source: ReadSource, files: Sequence[OutputFile], max_bytes: int
 def _pieces(
     planner: Planner, role: str, tensor: Shard, items: list[ReadItem], max_bytes: int
 ) -> Iterator[_TensorRange]:
-    """Yield a tensor as ranges of the size of a batch, or larger ones if short runs of the file would be read."""
+    """Yield a tensor in ranges of the size of a batch, or larger ranges if short runs of the file would be read."""
     most = max(max_bytes, _CACHE_BYTES if all(map(_is_run, items)) else _TRANSPOSED_BYTES)
     for part in row_major_pieces(tensor, most):
         if part.flat is None:
@@ -188,7 +177,7 @@ def _pieces(
 
 
 def _is_run(item: ReadItem) -> bool:
-    """Return whether an item is one run of elements in its file and in its tensor."""
+    """Return whether an item is contiguous in its file and in its tensor."""
     stored, is_ordered = item.stored, item.axes == tuple(range(len(item.stored.shape)))
     return (
         is_ordered
@@ -198,7 +187,7 @@ def _is_run(item: ReadItem) -> bool:
 
 
 def _joined(ranges: Iterable[_TensorRange]) -> Iterator[_TensorRange]:
-    """Yield successive ranges of the same tensor as one."""
+    """Join successive ranges of the same tensor."""
     for _, same in groupby(ranges, key=lambda one: one.tensor.name):
         group = list(same)
         items = tuple(item for one in group for item in one.items)
@@ -207,12 +196,12 @@ def _joined(ranges: Iterable[_TensorRange]) -> Iterator[_TensorRange]:
 
 @dataclass(frozen=True)
 class LocalExport:
-    """An export that is being written into a staging directory and has no mark yet.
+    """An export that is being written into a staging directory.
 
     Args:
         staged: the staging directory.
-        target: the directory that it becomes.
-        writer: of the format.
+        target: the output directory.
+        writer: the format's writer.
     """
 
     staged: StagingDirectory
@@ -224,11 +213,11 @@ class LocalExport:
         return TensorWriter(RandomAccessWriter(self.staged.path / name, root=self.staged.path), layout)
 
     def finish(self, documents: Mapping[str, bytes], written: Sequence[FileChecksum]) -> None:
-        """Make the directory an export; the coordinator calls, after all files of tensors are closed.
+        """Commit the export; the coordinator calls, after all tensor files are closed.
 
         Args:
-            documents: the files without tensors.
-            written: the checksums of the files with tensors, of all ranks.
+            documents: the metadata files.
+            written: the checksums of the tensor files of all ranks.
         Raises:
             StorageError: the system refused.
         """
@@ -240,13 +229,13 @@ class LocalExport:
 
 @dataclass(frozen=True)
 class RemoteExport:
-    """An export of one process that is being uploaded and has no mark yet.
+    """An export that one process is uploading.
 
     Args:
         target: the URL.
-        writer: of the format.
-        deferred: uploaded marks that are not completed.
-        begun: the names of files that may be in the store.
+        writer: the format's writer.
+        deferred: uploaded markers that are not completed.
+        begun: names of the files that may be in the store.
     """
 
     target: RemotePath
@@ -255,7 +244,7 @@ class RemoteExport:
     begun: list[str] = field(default_factory=list)
 
     def remove_older(self) -> None:
-        """Delete the files of an older export, its marks first."""
+        """Delete the files of an older export, markers first."""
         names = [path.name for path in list_remote(self.target)]
         for name in self._marks_first(name for name in names if name in self.writer.marks or self.writer.owns(name)):
             remove_remote(self.target / name)
@@ -271,7 +260,7 @@ class RemoteExport:
         return TensorWriter(file, layout)
 
     def finish(self, documents: Mapping[str, bytes], written: Sequence[FileChecksum]) -> None:
-        """Make the directory an export, after all files of tensors are closed.
+        """Commit the export, after all tensor files are closed.
 
         Raises:
             Corrupt: the store does not have the bytes that were written.
@@ -288,7 +277,7 @@ class RemoteExport:
             compare_uploaded(self.target, due)
 
     def withdraw(self) -> None:
-        """Delete what was uploaded, the marks first; the error that led here takes precedence over a refusal."""
+        """Delete what was uploaded, markers first, and ignore errors."""
         for file in self.deferred:
             file.abandon()
         for name in self._marks_first(self.begun):
@@ -301,11 +290,11 @@ class RemoteExport:
 
 @contextlib.contextmanager
 def staged_export(target: AnyPath, writer: ExportWriter) -> Iterator[LocalExport | RemoteExport]:
-    """Context manager around the writing of an export; an error in it leaves nothing that looks like an export.
+    """Context manager around the writing of an export. An error leaves nothing that readers take for an export.
 
     Args:
-        target: the directory.
-        writer: of the format.
+        target: the output directory or URL.
+        writer: the format's writer.
     """
     if isinstance(target, Path):
         with staging_beside(target, ALONE, place_of=staged_name) as staged:
@@ -326,14 +315,14 @@ _READERS = 2
 
 @dataclass(frozen=True)
 class ExportJob:
-    """What an export writes.
+    """The work of :func:`write_files`.
 
     Args:
-        target: where the files are written.
-        source: the checkpoint.
+        target: where to write the files.
+        source: the stored tensors.
         files: the files.
         batch_bytes: bound on the bytes of a batch.
-        merge: the change of the tensors that are read; None without one.
+        merge: the changes to apply to the tensors, if any.
     """
 
     target: LocalExport | RemoteExport
@@ -343,16 +332,16 @@ class ExportJob:
     merge: Merge | None = None
 
     def merged(self, batch: Batch, memory: np.ndarray[Any, Any]) -> None:
-        """Change what was read of a batch."""
+        """Apply the changes to a batch that was read."""
         if self.merge is not None:
             for one, values in zip(batch.ranges, batch.carved(memory).values(), strict=True):
                 self.merge.apply(one.tensor.name, one.begin, values)
 
 
 def write_files(job: ExportJob) -> list[FileChecksum]:
-    """Write files, and return their checksums; each thread reads a batch and writes it while the other does."""
+    """Write files, and return their checksums. Two threads work at a time; each reads a batch and writes it."""
     expect(sum(shard_bytes(shard) for file in job.files for shard in file.tensors))
-    # As many threads read as in a load, if tensors are large. Threads that read from a store only wait.
+    # Both threads together read with as many threads as a load. Threads that read from a store mostly wait.
     root = job.source.catalog.root
     near = structs.replace(DEFAULT_OPTIONS, threads=DEFAULT_OPTIONS.threads // _READERS)
     options = DEFAULT_OPTIONS if isinstance(root, RemotePath) else near
@@ -373,15 +362,15 @@ def write_files(job: ExportJob) -> list[FileChecksum]:
 
 
 class _OutputWriter:
-    """The files of an export, written batch by batch by any thread.
+    """Writes the files of an export, batch by batch, from any thread.
 
-    A context manager: at its end every file is whole; after an error, open files are closed as they are.
+    A context manager: at its end every file is complete, or open files are abandoned after an error.
 
     Args:
         job: the files.
 
     Attributes:
-        checksums: of the files that are finished.
+        checksums: the checksums of the finished files.
     """
 
     def __init__(self, job: ExportJob) -> None:
@@ -390,7 +379,7 @@ class _OutputWriter:
         self._open: dict[str, TensorWriter] = {}
 
     def begun(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches, and create each file before its first one: in one thread, so that a failure is one."""
+        """Yield the batches, and create each file before its first batch."""
         for batch in batches:
             if batch.file.path not in self._open:
                 target = self._job.target
@@ -399,11 +388,11 @@ class _OutputWriter:
             yield batch
 
     def write(self, batch: Batch, memory: np.ndarray[Any, Any]) -> None:
-        """Hash and write a batch that has begun; the thread that writes the last one of a file finishes it.
+        """Hash and write a batch; the thread that writes the last batch of a file finishes the file.
 
         Args:
-            batch: the batch.
-            memory: begins with its bytes.
+            batch: a batch of :meth:`begun`.
+            memory: memory that begins with the batch's bytes.
         """
         writer = self._open[batch.file.path]
         is_last = writer.write(batch.begin, memory[: batch.nbytes])

@@ -1,8 +1,8 @@
-"""Export a live model: write its stream of weights as files of open weights, or of PEFT for adapters.
+"""Export a live model: write its stream of weights as open weights, or as a PEFT directory for adapters.
 
-The ranks on the coordinator's disk write the files, each some of them, and the other ranks send. A rank writes the
-tensors of a batch while the others do; nothing else is written, and nothing is read. Names, files, headers, documents
-and checksums are those of an export of a checkpoint (:mod:`.export`), and so are the staging directory and the commit.
+The ranks on the coordinator's disk share the files and write at the same time; the other ranks send. Nothing is read
+from storage. Names, files, checksums, staging directory and commit are the same as in an export of a checkpoint
+(:mod:`.export`).
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def save_weights(
     tied: str = REFUSE,
     averages: Mapping[str, Any] | None = None,
 ) -> ExportReport:
-    """Write a live model's weights as a Hugging Face directory, or its adapters as one of PEFT.
+    """Write a live model's weights as a Hugging Face directory, or its adapters as a PEFT directory.
 
     Args:
         weights: name -> live ``ShardedWeight`` of this rank, which must not change during the call.
         model: the description of the model.
-        files: documents for the directory, ``config.json`` among them, on rank 0.
+        files: metadata files for the directory, including ``config.json``, on rank 0.
         target: as in :func:`.export_checkpoint`.
         max_shard_bytes: as in :func:`.export_checkpoint`.
         channel: all ranks of the job; every rank must call.
         tied: as in :func:`.export_checkpoint`.
-        averages: this rank's moving averages by the name of the weight, which are written in place of the weights.
+        averages: this rank's moving averages by weight name, to write instead of the weights.
     Raises:
-        FlexError: the same on every rank; older weights in the target are untouched.
+        FlexError: the same on every rank; older weights in the target are unchanged.
     """
     roles = {MODEL_STATE: weights} if averages is None else {MODEL_STATE: weights, EMA_STATE: averages}
     role = MODEL_STATE if averages is None else EMA_STATE
@@ -92,7 +92,7 @@ def save_weights(
 
 
 def _write_files(export: LocalExport, files: Sequence[OutputFile], tensors: Tensors) -> list[FileChecksum]:
-    """Write some files from their tensors, which come in the order of the files; return the checksums."""
+    """Write some files from their tensors, which come in file order; return the checksums."""
     expect(sum(shard_bytes(shard) for file in files for shard in file.tensors))
     checksums: list[FileChecksum] = []
     for file in files:
@@ -116,7 +116,7 @@ def _write_files(export: LocalExport, files: Sequence[OutputFile], tensors: Tens
 
 
 def _finish(export: LocalExport, plan: StreamPlan, files: Mapping[str, bytes], written: Sequence[FileChecksum]) -> None:
-    """Write the documents, and give the directory its name, on the coordinator."""
+    """Write the metadata files and commit, on the coordinator."""
     if plan.checkpoint is not None:
         documents = {**files, **export.writer.documents(plan.checkpoint, plan.files)}
         finish_export(export, plan.checkpoint, plan.files, documents, written)

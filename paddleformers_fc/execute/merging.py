@@ -1,8 +1,8 @@
-"""Merge adapters into their base while it is exported: ``weight + lora_B @ lora_A * scaling``.
+"""Merge adapters into their base during an export: ``weight + lora_B @ lora_A * scaling``.
 
 Each piece of a weight is computed in float32 and cast once to the dtype of the base, so that a merged model does not
-depend on the layout that trained the adapters. Tensors of the base that were trained themselves replace those of the
-base. Memory: the adapters, in float32, and such tensors.
+depend on the layout that trained the adapters. Base tensors that were trained directly are replaced. Memory: the
+adapters in float32, and the replaced tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
-"""Dtypes of a base whose elements are its values, without scales."""
+"""Dtypes of a base that is not quantized."""
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     Args:
         inputs: ``lora_A`` [r, in], float32.
-        outputs: ``lora_B`` [out, r], float32, times the scaling.
+        outputs: ``lora_B`` [out, r], float32, multiplied by the scaling.
     """
 
     inputs: Array
@@ -51,7 +51,7 @@ class Merge(msgspec.Struct, frozen=True):
 
     Args:
         deltas: changes of weights, by canonical name.
-        trained: tensors of the base that were trained, by canonical name.
+        trained: replacements of base tensors that were trained directly, by canonical name.
     """
 
     deltas: Mapping[str, Delta]
@@ -84,13 +84,13 @@ def read_merge(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Merge:
         base: open weights.
     Raises:
         OptionError: the checkpoint contains no adapters.
-        MismatchError: the base lacks a tensor, or has one of another shape or dtype; or adapters change one name of a
+        MismatchError: a tensor of the base is missing or has the wrong shape or dtype, or adapters change one name of a
             tied tensor.
     """
     adapters = checkpoint.known.adapters
     if adapters is None:
         raise OptionError(
-            "The checkpoint contains a whole model, which has no base to be merged into.",
+            "The checkpoint contains a complete model, not adapters to merge into a base.",
             where=str(checkpoint.catalog.root),
             next_step="Leave out the base.",
         )
@@ -112,14 +112,14 @@ def read_merge(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Merge:
 
 
 def check_same_base(adapters: Adapters, base: AnyPath, files: frozenset[str]) -> None:
-    """Refuse a base whose files are not those that the adapters were trained on.
+    """Check that the files of a base are those that the adapters were trained on.
 
     Args:
         adapters: the adapters.
         base: the directory of the base.
-        files: its files with weights.
+        files: its weight files.
     Raises:
-        MismatchError: with every file that differs; or the base was not read from files when it was trained.
+        MismatchError: lists every file that differs; or the base of the training was not read from files.
     """
     recorded = adapters.base.files
     names = sorted(files | recorded.keys()) if isinstance(base, Path) and recorded else []
@@ -133,7 +133,7 @@ def check_same_base(adapters: Adapters, base: AnyPath, files: frozenset[str]) ->
         raise MismatchError(
             "The adapters were trained on another base."
             if faults
-            else "The base cannot be compared with the one that the adapters were trained on.",
+            else "The base cannot be compared with the base of the training.",
             where=str(base),
             evidence=fold(faults) or [f"recorded: {adapters.base.location or 'a base that was not read from files'}"],
             next_step="Name the base of the training; or merge into this one with --accept-base (accept_base=True).",
@@ -145,8 +145,8 @@ def deltas_of(tensors: Mapping[str, Array], shared: Mapping[str, str], adapters:
 
     Args:
         tensors: the tensors of adapters, by canonical name.
-        shared: canonical name -> the name of the tensor that is stored for it, where several layers share one.
-        adapters: their scaling.
+        shared: canonical name -> the name of the stored tensor, if several layers share it.
+        adapters: the description of the adapters, for their scaling.
     """
     deltas: dict[str, Delta] = {}
     for name, outputs in tensors.items():
@@ -159,7 +159,7 @@ def deltas_of(tensors: Mapping[str, Array], shared: Mapping[str, str], adapters:
 
 
 def _check_not_tied(merge: Merge, ties: Mapping[str, str], base: AnyPath) -> None:
-    """Refuse adapters of a tied tensor: they change a product with one of its names, and the other is its copy."""
+    """Check that no tied tensor has adapters, which would change only one of its names."""
     faults = [
         f"{name}: has adapters, and {alias} is a copy of {owner}"
         for alias, owner in ties.items()
@@ -190,17 +190,17 @@ def _check_alike(merge: Merge, trained: Mapping[str, Array], base: OpenedCheckpo
             evidence=fold(quantized),
             next_step="Name the base in bfloat16, float16, float32 or float64.",
         )
-    wanted: dict[str, tuple[int, ...]] = {name: array.shape for name, array in trained.items()}
-    wanted |= {name: (delta.outputs.shape[0], delta.inputs.shape[1]) for name, delta in merge.deltas.items()}
+    expected: dict[str, tuple[int, ...]] = {name: array.shape for name, array in trained.items()}
+    expected |= {name: (delta.outputs.shape[0], delta.inputs.shape[1]) for name, delta in merge.deltas.items()}
     faults = [
         f"{name}: {'missing' if name not in stored else list(stored[name].shape)}, wanted {list(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name not in stored or stored[name].shape != shape
     ]
     if faults:
         raise MismatchError(
-            "The adapters do not fit the base.",
+            "The adapters do not match the base.",
             where=str(base.catalog.root),
             evidence=fold(faults),
-            next_step="Name the base that they were trained on.",
+            next_step="Name the base of the training.",
         )

@@ -114,12 +114,12 @@ class _Checked(FaultMessage, frozen=True, array_like=True):
     Args:
         saved: a summary of the save on this disk, if the coordinator has another save.
         missing: a bit for every file of the share, set if it is missing; empty if none is.
-        strangers: number of files that do not belong to the checkpoint.
+        extra: number of files that do not belong to the checkpoint.
     """
 
     saved: str = ""
     missing: bytes = b""
-    strangers: int = 0
+    extra: int = 0
 
 
 class Sent(msgspec.Struct):
@@ -445,10 +445,10 @@ def _check(
     whole = [one for one in share if is_document(one.path) and one.path not in faults]
     found = compare_documents(directory, whole)
     found.faults += [faults[one.path] for one in share if one.path in faults.keys() - lost]
-    strangers = extra_files(directory, manifest) if leads else []
+    extra = extra_files(directory, manifest) if leads else []
     refusal = found.refusal.to_wire() if found.refusal else refusal
-    evidence = [*found.evidence, *strangers]
-    return _Checked(bool(found.faults or strangers), evidence, refusal, "", bits, len(strangers)), built
+    evidence = [*found.evidence, *extra]
+    return _Checked(bool(found.faults or extra), evidence, refusal, "", bits, len(extra)), built
 
 
 def _require_complete(
@@ -456,8 +456,8 @@ def _require_complete(
 ) -> dict[str, tuple[int, ...]]:
     """Refuse what the ranks have found; return the ranks with access to every file that not all ranks see."""
     _check_same_checkpoint(directory, _summary(manifest), checked, disks)
-    strangers = sum(one.strangers for one in checked)
-    advice = repair_advice(strangers > 0, sum(len(one.evidence) for one in checked) > strangers)
+    extra = sum(one.extra for one in checked)
+    advice = repair_advice(extra > 0, sum(len(one.evidence) for one in checked) > extra)
     check_undamaged(directory, channel, checked, advice)
     visible_to = disks.visible_to(checked, manifest)
     _check_visible(directory, visible_to, disks.blind)
@@ -545,10 +545,12 @@ def verify_parts(catalog: Catalog, recorded: RecordedBlocks, parts: Iterable[Sto
         StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
     """
 
-    compare_on_all(catalog.root, _wanted(recorded, parts), catalog.identities, channel, recorded.next_step)
+    compare_on_all(catalog.root, _block_requests(recorded, parts), catalog.identities, channel, recorded.next_step)
 
 
-def _wanted(recorded: RecordedBlocks, parts: Iterable[StoredPart]) -> Iterator[tuple[FileChecksum, Iterable[int]]]:
+def _block_requests(
+    recorded: RecordedBlocks, parts: Iterable[StoredPart]
+) -> Iterator[tuple[FileChecksum, Iterable[int]]]:
     alone = [recorded.reads(parts, "")]
     for path, numbers in recorded.owned(alone, 0).items():
         yield recorded.files[path], numbers

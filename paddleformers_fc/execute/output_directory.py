@@ -284,7 +284,7 @@ _CONFIG_KEYS = (
 
 OUTPUT_DIRECTORY = "output_directory"
 
-_MOST_NEAR = 5
+_MAX_SIMILAR = 5
 """Maximum number of similar names that an error lists."""
 
 
@@ -336,14 +336,14 @@ def inspect_directory(directory: AnyPath, pattern: str | None = None) -> Inspect
         raise OptionError(
             f"No stored tensor matches {pattern!r}.",
             where=str(directory),
-            evidence=_near_names(pattern, (name for stored in opened.catalog.roles.values() for name in stored)),
+            evidence=_similar_names(pattern, (name for stored in opened.catalog.roles.values() for name in stored)),
             next_step=f"A pattern must match the whole name; write '*{pattern.strip('*')}*'. Optimizer states end in a "
             "suffix such as .moment1_0.",
         )
     return _facts(opened, directory, tensors, output)
 
 
-def _near_names(pattern: str, names: Iterable[str]) -> list[str]:
+def _similar_names(pattern: str, names: Iterable[str]) -> list[str]:
     """Return a line of similar names, indices folded: those that contain the pattern, or are like it in a part."""
     wanted, known = pattern.strip("*").lower(), list(names)
     containing = fold(name for name in known if wanted in name.lower())
@@ -351,10 +351,10 @@ def _near_names(pattern: str, names: Iterable[str]) -> list[str]:
     parts = difflib.get_close_matches(wanted, sorted({part for name in folded for part in name.split(".")}), n=1)
     near = (
         containing
-        or difflib.get_close_matches(wanted, folded, n=_MOST_NEAR)
+        or difflib.get_close_matches(wanted, folded, n=_MAX_SIMILAR)
         or [name for name in folded if set(parts) & set(name.split("."))]
     )
-    return [f"similar: {', '.join(near[:_MOST_NEAR])}"] if near and wanted else []
+    return [f"similar: {', '.join(near[:_MAX_SIMILAR])}"] if near and wanted else []
 
 
 def damaged_facts(directory: AnyPath) -> Inspection | None:

@@ -1,7 +1,7 @@
-"""Where a save or a load spends its time: seconds by phase, on this rank.
+"""Measure where a save or a load spends its time: seconds by phase, on this rank.
 
-The phases of a load are ``open, plan, agree, read, finish``, and those of a save ``plan, capture, write, agree,
-commit``. They follow each other without a gap. ``agree`` is the time in which this rank waits for the others.
+A load has the phases ``open, plan, agree, read, finish``, a save ``plan, capture, write, agree, commit``, without gaps
+between them. In ``agree`` this rank waits for the others.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Phases(msgspec.Struct, frozen=True):
     """The phases of a save or a load.
 
     Args:
-        seconds: those of this rank by phase, in order.
-        slowest: the rank that wrote or read longest; of a save it is known on the coordinator alone.
+        seconds: this rank's seconds by phase, in order.
+        slowest: the rank that wrote or read longest; for a save, known only on the coordinator.
     """
 
     seconds: Mapping[str, float] = {}
@@ -47,10 +47,10 @@ class Phases(msgspec.Struct, frozen=True):
 
 
 class PhaseTimer:
-    """Measures phases one after the other, from now on.
+    """Measures successive phases, starting now.
 
     Args:
-        before: seconds of phases that are over.
+        before: seconds of phases that have already ended.
     """
 
     def __init__(self, before: Mapping[str, float] | None = None) -> None:
@@ -59,7 +59,7 @@ class PhaseTimer:
         self._started = self._begun - sum(self.seconds.values())
 
     def end(self, phase: str) -> float:
-        """End a phase, which began where the last one ended; return its seconds with those of earlier times."""
+        """End a phase that began when the previous one ended; return its total seconds so far."""
         now = time.monotonic()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._begun
         self._begun = now
@@ -67,7 +67,7 @@ class PhaseTimer:
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the first phase began."""
+        """Seconds since the first phase began."""
         return time.monotonic() - self._started
 
     def phases(self, slowest: Slowest | None = None) -> Phases:
@@ -76,11 +76,11 @@ class PhaseTimer:
 
 
 def slowest_of(phase: str, seconds: Sequence[float]) -> Slowest:
-    """Return the slowest rank by the seconds of all ranks."""
+    """Return the slowest rank, given the seconds of all ranks."""
     rank = max(range(len(seconds)), key=seconds.__getitem__)
     return Slowest(phase, rank, seconds[rank])
 
 
 def rounded(seconds: float) -> float:
-    """Return seconds with two digits."""
+    """Round seconds to two significant digits."""
     return float(f"{seconds:.1e}")

@@ -260,7 +260,7 @@ def _within(item: ReadItem, low: int, high: int) -> Iterator[ReadItem]:
 
 _HASHED_BYTES = 16 << 20
 """Bytes of a range that are read and hashed at a time."""
-_LEAST_PIECE_BYTES = 1 << 20
+_MIN_PIECE_BYTES = 1 << 20
 """Large shards of a device are not cut into smaller pieces than this."""
 
 
@@ -304,7 +304,7 @@ def execute_reads(
         Corrupt, StorageError: a read failed; reading stops, threads are joined, targets hold an undefined mixture.
     """
     room = options.host_copy_bytes
-    items, slots = cut_large_shards(plan.items, slots, max(room // 2, _LEAST_PIECE_BYTES))
+    items, slots = cut_large_shards(plan.items, slots, max(room // 2, _MIN_PIECE_BYTES))
     count, size_before = 0, 0
     before = targets = _Targets(slots)
     try:

@@ -63,10 +63,10 @@ from paddleformers_fc.storage.files import byte_view
 from paddleformers_fc.storage.manifest import DivergedTie
 from paddleformers_fc.text import count_text, fold
 
-LEAST_PART_BYTES = 4 * 1024 * 1024
+MIN_PART_BYTES = 4 * 1024 * 1024
 """No rank writes less than this of a shard that is written by several."""
 
-MOST_TENSORS = 100_000
+MAX_TENSORS = 100_000
 """Maximum number of tensors of one file: a header is read as a whole."""
 
 _LOAD_STEPS = 1024
@@ -245,7 +245,7 @@ def _assign(
     for size, role, shard in sorted(sized, key=lambda entry: (-entry[0], entry[1], entry[2].name)):
         rank = min(load, key=lambda member: (load[member], member))
         parts = [(rank, ShardPart(role, shard, 0))]
-        if size >= 2 * LEAST_PART_BYTES and load[rank] + size > even:
+        if size >= 2 * MIN_PART_BYTES and load[rank] + size > even:
             parts = list(_split(role, shard, _bytes_to_level(size, members, load)))
         for rank, part in parts:
             load[rank] += part.nbytes
@@ -258,7 +258,7 @@ def _bytes_to_level(size: int, ranks: Sequence[int], load: Mapping[int, int]) ->
     together = size + sum(load[rank] for rank in takers)
     while True:
         level = together // len(takers)
-        if len(takers) == 1 or level - load[takers[-1]] >= LEAST_PART_BYTES:
+        if len(takers) == 1 or level - load[takers[-1]] >= MIN_PART_BYTES:
             return [(rank, level - load[rank]) for rank in sorted(takers)]
         together -= load[takers.pop()]
 
@@ -288,7 +288,7 @@ def pack_files(pieces: Iterable[ShardPart], max_bytes: int) -> list[list[ShardPa
     for whole in sorted(pieces, key=lambda piece: (-dtype_size(piece.shard.dtype), piece.shard.name)):
         for piece in _cut(whole, max_bytes):
             size = piece.nbytes
-            if not files or size > room or len(files[-1]) == MOST_TENSORS:
+            if not files or size > room or len(files[-1]) == MAX_TENSORS:
                 files.append([])
                 room = max_bytes
             files[-1].append(piece)

@@ -95,7 +95,7 @@ def _stream_place(place: Any) -> Any:
 
 
 _MAX_PIECE_BYTES = 16 * 1024 * 1024
-_LOOK_SECONDS = 0.0005
+_POLL_SECONDS = 0.0005
 _QUIET_SECONDS = 60.0
 _PIECES_IN_USE = 3
 """Pieces of a save that have a buffer at one time: one is written, its successor is copied, and so is the first of the
@@ -218,7 +218,7 @@ class DeviceCopy:
             if time.monotonic() - started > _QUIET_SECONDS:
                 self._arrival.synchronize()  # Some devices answer no to every query after an error, and raise it here.
                 break
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         self._ends = self._arrival = None
         _count(-1, waited=time.monotonic() - started)
 

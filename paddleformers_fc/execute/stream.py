@@ -100,7 +100,7 @@ _T = TypeVar("_T")
 DEFAULT_BYTES = 512 << 20
 """Bytes that are under way on a rank at most, by default."""
 
-MOST_DIRECT = 8
+MAX_DIRECT_RECEIVERS = 8
 """Most ranks that pieces are sent to one by one."""
 
 _MODEL = Path("the live model")
@@ -136,7 +136,7 @@ class StreamRequest:
     @property
     def is_united(self) -> bool:
         """Whether all ranks get the pieces of a round in one array."""
-        return len(self.receivers) > MOST_DIRECT and not self.is_divided
+        return len(self.receivers) > MAX_DIRECT_RECEIVERS and not self.is_divided
 
     @property
     def round_bytes(self) -> int:
@@ -224,7 +224,7 @@ class _LiveJob(msgspec.Struct, frozen=True, array_like=True):
     sides: list[CopyPart]
 
 
-_KEPT = PlanCache[StreamPlan]()
+_PLANS = PlanCache[StreamPlan]()
 
 
 def part_of(weights: Roles, model: ModelDescription) -> LivePart:
@@ -239,7 +239,7 @@ def part_of(weights: Roles, model: ModelDescription) -> LivePart:
 
 def known_plans(part: LivePart, request: StreamRequest, rank: int) -> dict[bytes, StreamPlan]:
     """Return the plans that this rank has kept for a stream, by name."""
-    return _KEPT.known(rank, _facts(part, request))
+    return _PLANS.known(rank, _facts(part, request))
 
 
 def _facts(part: LivePart, request: StreamRequest) -> bytes:
@@ -278,7 +278,7 @@ def plan_stream(
     packed = broadcast(channel, "planning a stream", partial(describe_job, payloads, part.model, ties), bytes)
     plan = partial(plan_of_rank, packed, shards, part.model, request, channel.rank, ties)
     name, made = run_on_all(channel, "planning a stream", plan)
-    _KEPT.keep(channel.rank, _facts(part, request), name, made)
+    _PLANS.keep(channel.rank, _facts(part, request), name, made)
     return made
 
 
@@ -361,7 +361,7 @@ def plan_of_rank(
         for file in planned_files(share, rank)
         for piece in file.pieces
     }
-    source, output = _wanted(checkpoint, request)
+    source, output = _source_and_files(checkpoint, request)
     made = tuple(_batches(source, output, job.owners, request, rank))
     sides = tuple(side for side in job.sides if side.rank == rank)
     own_ties = ties[0] if ties else Ties((), {})
@@ -416,7 +416,9 @@ def _united_rounds(moves: Sequence[Transfer], limit: int) -> Iterator[tuple[Tran
     return map(tuple, batches(pieces, attrgetter("size"), limit))
 
 
-def _wanted(checkpoint: OpenedCheckpoint, request: StreamRequest) -> tuple[ReadSource, tuple[OutputFile, ...]]:
+def _source_and_files(
+    checkpoint: OpenedCheckpoint, request: StreamRequest
+) -> tuple[ReadSource, tuple[OutputFile, ...]]:
     """Return the source of all tensors that a stream may contain, and the files of an export that has them."""
     if not request.is_exported:
         source = canonical_source(checkpoint)
@@ -590,20 +592,20 @@ def consume(
         FlexError: the same on every rank: the stream or the work has failed on one of them.
     """
     ended: list[bool] = []
-    followed = _followed(tensors, ended)
+    draining = _draining(tensors, ended)
     failures: list[Exception] = []
     results: list[_T] = []
-    attempt(failures, lambda: results.append(work(followed)))
+    attempt(failures, lambda: results.append(work(draining)))
     if failures:
-        next(followed, None)  # The work may have failed before it began to read.
+        next(draining, None)  # The work may have failed before it began to read.
         if not ended:
-            followed.throw(failures[0])  # Raised on all ranks, which are in the stream.
-    for _ in followed:
+            draining.throw(failures[0])  # Raised on all ranks, which are in the stream.
+    for _ in draining:
         pass
     return all_gather_checked(channel, doing, partial(_result, results, failures), kind)
 
 
-def _followed(tensors: Tensors, ended: list[bool]) -> Tensors:
+def _draining(tensors: Tensors, ended: list[bool]) -> Tensors:
     """Yield the tensors of a stream, and note that all ranks have come to its end."""
     yield from tensors
     ended.append(True)

@@ -1,10 +1,9 @@
 """Upload a committed checkpoint to an object store, and delete old ones there.
 
-Files are sent in parts and read again. The manifest is sent last, so a directory without it is not a checkpoint. A file
-that is there with the recorded size and checksums is not sent again, and a checkpoint with the same manifest is not
-looked at again.
+Files are sent in parts and read again. The manifest is sent last, so a directory without it is not a checkpoint. Files
+that already exist with the recorded checksums are not sent again, and a checkpoint with the same manifest is skipped.
 
-If a checkpoint is on several disks, the leader of each disk sends its files of tensors. The coordinator sends the small
+If a checkpoint is on several disks, the leader of each disk sends its tensor files. The coordinator sends the metadata
 files, waits for all other files, compares them, and sends the manifest.
 """
 
@@ -40,9 +39,9 @@ class Upload(msgspec.Struct, frozen=True):
     Args:
         source: ``checkpoint-N``.
         target: its URL.
-        is_coordinator: whether this process sends small files and the manifest.
+        is_coordinator: whether this process sends the metadata files and the manifest.
         patience: seconds to wait for the files of other disks.
-        check: raises if the upload is to stop; called often.
+        check: raises an error to stop the upload; called often.
     """
 
     source: Path
@@ -55,8 +54,8 @@ class Upload(msgspec.Struct, frozen=True):
         """Upload the checkpoint; return the bytes that were sent.
 
         Raises:
-            Corrupt: a local file is damaged, or the store has other bytes than were sent.
-            StorageError: the store refused, or the files of another disk have not come.
+            Corrupt: a local file is damaged, or the store does not have the bytes that were sent.
+            StorageError: the store refused, or the files of another disk are missing.
         """
         manifest, raw = read_manifest(self.source), read_file(self.source / MANIFEST_NAME)
         if self._is_there(raw):
@@ -68,7 +67,7 @@ class Upload(msgspec.Struct, frozen=True):
             sent = sum(pool.map(self._send, mine))
         if not self.is_coordinator:
             return sent
-        for one in manifest.files:  # Those of other disks must come, and equal what was saved.
+        for one in manifest.files:  # The files of other disks must arrive unchanged.
             if one not in here:
                 self._poll(partial(self._has, one), one.path)
         self.check()
@@ -81,7 +80,7 @@ class Upload(msgspec.Struct, frozen=True):
         return sent + len(raw)
 
     def _is_there(self, raw: bytes) -> bool:
-        """Return whether the store has this manifest, so that it has all files."""
+        """Return whether the store has this manifest, and therefore all files."""
         path = self.target / MANIFEST_NAME
         return stat_remote(path) is not None and read_file(path) == raw
 
@@ -115,7 +114,7 @@ class Upload(msgspec.Struct, frozen=True):
                 raise Corrupt(
                     f"{self.source / record.path} does not match its recorded checksum and is not uploaded.",
                     where=str(self.source / record.path),
-                    next_step="Look for the cause with paddleformers-fc verify, and delete the damaged checkpoint.",
+                    next_step="Run paddleformers-fc verify on the checkpoint, and delete it if it is damaged.",
                 )
             writer.close()
         except BaseException:
@@ -133,7 +132,7 @@ class Upload(msgspec.Struct, frozen=True):
                 yield begin, bytes(data)
 
     def _has(self, record: FileRecord) -> bool:
-        """Return whether the store has every byte of a file; its size is compared before it is read."""
+        """Return whether the store has every byte of a file, comparing the size before reading it."""
         path = self.target / record.path
         try:
             return not size_fault(stat_remote(path), record.size) and digest_of(path) == record.digest
@@ -149,13 +148,13 @@ class Upload(msgspec.Struct, frozen=True):
                     f"Another node has not finished its part of the upload to {self.target}: {what}.",
                     where=str(self.target),
                     evidence=[f"waited {self.patience:.0f} s"],
-                    next_step="Look at the log of the other nodes; the next start of the run uploads the rest.",
+                    next_step="Check the logs of the other nodes. The next start of the run uploads the rest.",
                 )
             time.sleep(_POLL_SECONDS)
 
 
 def uploaded_checkpoints(url: RemotePath) -> dict[RemotePath, Manifest]:
-    """Return the whole checkpoints ``checkpoint-N`` below a URL, lowest step first.
+    """Return the complete checkpoints ``checkpoint-N`` below a URL, lowest step first.
 
     Raises:
         StorageError: the store refused.
@@ -171,7 +170,7 @@ def uploaded_checkpoints(url: RemotePath) -> dict[RemotePath, Manifest]:
 
 
 def remove_uploaded(path: RemotePath, manifest: Manifest) -> None:
-    """Delete a checkpoint in a store, its manifest first; files that it does not list stay.
+    """Delete a checkpoint in a store, its manifest first. Files that the manifest does not list stay.
 
     Raises:
         StorageError: the store refused.

@@ -36,7 +36,7 @@ def test_an_export_to_a_store_has_the_bytes_of_one_to_a_directory(
     assert (report.files, report.tensors, report.digests()) == (local.files, local.tensors, local.digests())
     assert bucket.unfinished() == []
     again = run("export", four, f"{bucket.path}/run/hf")
-    assert (again.code, "holds a model already" in again.err) == (2, True)
+    assert (again.code, "already contains a model" in again.err) == (2, True)
 
 
 def test_a_conversion_to_a_store_can_be_loaded_and_is_not_replaced(four: Path, bucket: Bucket, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
     everyone: list[RankShards], least: int, most: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(replicas, "LEAST_PART_BYTES", least)
+        patched.setattr(replicas, "MIN_PART_BYTES", least)
         given = assign_writers(everyone)
     written: dict[str, list[np.ndarray]] = {}
     for rank, pieces in enumerate(given):
@@ -201,7 +201,7 @@ def test_a_tensor_is_cut_between_rows_where_a_file_ends() -> None:
 def test_wide_dtypes_come_first_and_files_hold_no_more_tensors_than_a_header_should(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replicas, "MOST_TENSORS", 2)
+    monkeypatch.setattr(replicas, "MAX_TENSORS", 2)
     dtypes = {"a": "bfloat16", "b": "float32", "c": "bfloat16", "d": "float32", "e": "bfloat16"}
     pieces = [ShardPart("r", tensor(name, 1, dtype=dtype), 0) for name, dtype in dtypes.items()]
     files = pack_files(pieces, 10**9)

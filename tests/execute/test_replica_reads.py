@@ -10,7 +10,7 @@ import pytest
 
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.execute.exchange import (
-    LEAST_HOSTS,
+    MIN_HOSTS,
     ReadContext,
     Replicas,
     SharedReads,
@@ -51,7 +51,7 @@ def saved(tmp_path: Path) -> Path:
 def test_replicas_on_many_hosts_share_their_reads_by_themselves(saved: Path) -> None:
     each = loaded(saved, 4, 1, ReadOptions(replicas="each", hosts=HOSTS))
     shared = loaded(saved, 4, 1, automatic(*HOSTS))
-    assert len(HOSTS) == LEAST_HOSTS
+    assert len(HOSTS) == MIN_HOSTS
     assert 4 * read(shared) == read(each)
     assert sum(report.bytes_received for report in shared) == 3 * read(shared)
 

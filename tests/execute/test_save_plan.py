@@ -259,7 +259,7 @@ def test_files_are_bounded_and_tensors_that_do_not_fit_are_cut(
     big = {**ARRAYS, "model.embed_tokens.weight": np.arange(3200 * 16, dtype=np.float32).reshape(3200, 16)}
     with monkeypatch.context() as small:
         small.setattr(save_plan, "MAX_FILE_BYTES", 7000)
-        small.setattr(copies, "LEAST_PART_BYTES", 16)
+        small.setattr(copies, "MIN_PART_BYTES", 16)
         small.setattr(saving, "_PLANS", PlanCache())
         save(tmp_path / "a", lambda rank: live(big, 1, rank), ranks=ranks)
     found = list((tmp_path / "a").glob("*/*.safetensors"))

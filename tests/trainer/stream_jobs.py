@@ -45,7 +45,7 @@ def after_training(
     trainer = build(output_dir=output_dir, **settings)
     trainer.train()
     if united:
-        stream.MOST_DIRECT = 0
+        stream.MAX_DIRECT_RECEIVERS = 0
     found = {way: digests_of(paddleformers_fc.stream(trainer.model, **given)) for way, given in streams.items()}
     trainer.model.save_pretrained(f"{output_dir}/hf", max_shard_size=60_000)
     return {"losses": trainer.losses, "streams": found}
