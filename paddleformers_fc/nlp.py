@@ -39,6 +39,6 @@ def _check_not_both() -> None:
             "paddleformers_fc.nlp is for environments without PaddleFormers, and this one has it.",
             where=f"Python environment {sys.prefix}",
             evidence=["PaddleFormers and PaddleNLP need different versions of aistudio-sdk and tokenizers"],
-            next_step="Install PaddleNLP in an environment of its own, as docs/paddlenlp.md describes; or use "
+            next_step="Install PaddleNLP in a separate environment, as docs/paddlenlp.md describes; or use "
             "paddleformers_fc.FlexTrainer with PaddleFormers' Trainer.",
         )

@@ -96,7 +96,7 @@ def warn_unverified(source: object, level: str) -> None:
     if level != "full":
         sys.stderr.write(
             f"The bytes of {source} were not compared with their checksums (--verify {level}): damage would be copied, "
-            "and the copy has checksums of its own.\n"
+            "and the copy gets new checksums.\n"
         )
 
 

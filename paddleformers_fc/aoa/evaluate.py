@@ -335,7 +335,7 @@ class _Evaluation:
                 name = value.sources.names[link.source]
                 volumes[name] = volumes.get(name, 0) + link.source_box.volume
                 readers.setdefault(name, {})[target] = step
-        accepted = "one target per source; for tied weights the owner alone, and `_ -> alias`"
+        accepted = "one target per source; for tied weights only the owner, and `_ -> alias`"
         for name, volume in volumes.items():
             if volume > prod(self._left[name].shape):
                 found = readers[name]

@@ -238,7 +238,7 @@ def _check_placeholders(item: Item, keys: list[str]) -> None:
         cause, accepted = f"Duplicate placeholder in `{item.pattern}`.", "each once; other numbers as digits"
     elif set(own) != set(keys):
         cause = f"`{item.pattern}` and the first name have different placeholders."
-        accepted = f"every name with {' and '.join(keys)}, or whole names"
+        accepted = f"every name with {' and '.join(keys)}, or complete names"
     elif LAYER_OFFSET in own and (len(own) > 1 or item.transposed):
         cause = f"{LAYER_OFFSET} is not supported with other placeholders or `^T`."
         accepted = 'permute="[]" in place of `^T`; digits in place of other placeholders'

@@ -364,9 +364,9 @@ def _raise_faults(faults: Iterable[str]) -> None:
     evidence = fold(dict.fromkeys(faults))
     if evidence:
         raise MappingError(
-            "The AOA language does not express this mapping.",
+            "The AOA language cannot express this mapping.",
             evidence=evidence,
-            next_step="Use the mapping without its text: it is proved, and mapping.json contains all of it.",
+            next_step="Use the mapping without statements: it is proved, and mapping.json contains all of it.",
         )
 
 
@@ -380,9 +380,9 @@ def _verify(statements: list[str], mapping: TensorMapping, cuts: tuple[Cuts, Cut
     differs = any(faults_of(back)) or any(disagreements(back, mapping))
     if differs or (back.fresh, back.dropped) != (mapping.fresh, mapping.dropped):
         raise MappingError(
-            "The AOA text of this mapping is evaluated to another mapping.",
+            "The AOA statements of this mapping evaluate to a different mapping.",
             evidence=statements[:_SHOWN],
-            next_step="Report this fault of the package. Only the text is missing.",
+            next_step="Report this bug of the package. Only the statements are affected.",
         )
 
 

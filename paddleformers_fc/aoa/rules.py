@@ -247,7 +247,7 @@ def _along(shapes: Sequence[Shape], parts: Shape, into: int, axis: int, groups: 
     """Return the rule of parts along an axis, after checking that the shapes agree on all other axes."""
     if len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) > 1:
         shown = " and ".join(str(list(shape)) for shape in shapes[:4])
-        raise Fault(f"Shapes {shown} differ on another axis than {axis}.")
+        raise Fault(f"Shapes {shown} differ on axes other than {axis}.")
     return Rule(("",) * len(shapes), ("",) * into, parts, axis, tuple(range(len(shapes[0]))), *groups)
 
 

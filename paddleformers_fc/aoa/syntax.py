@@ -323,12 +323,12 @@ def _one_sided(statement: AoaStatement) -> OneSided:
     items = (*statement.left, *statement.right)
     example = "`_ -> new_tensor` or `old_tensor -> _`"
     if len(items) != 2 or all(item.pattern == NOTHING for item in items):
-        raise Fault("`_` is alone on its side, with one name on the other.", example)
+        raise Fault("`_` must be the only name on its side, with one name on the other.", example)
     for attribute in statement.attributes.values():
         raise Fault("A statement with `_` has no attributes.", example, attribute.span)
     for item in items:
         if "$" in item.pattern or "*" in item.pattern or item.transposed or item.array:
-            raise Fault("`_` goes with the whole name of one tensor.", "one statement per tensor", item.span)
+            raise Fault("`_` requires the complete name of one tensor.", "one statement per tensor", item.span)
     return OneSided()
 
 

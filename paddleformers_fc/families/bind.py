@@ -99,8 +99,8 @@ def _bound(kinds: list[Kind], tensor: ModelTensor, numbers: list[str]) -> tuple[
     numbers = canonical
     if kind.whole is not None and _is_local_shard(kind.whole, kind.statement.cut or 0, tensor):
         return (
-            f"is described as whole with shape {list(tensor.shape)}, the configuration gives length {kind.whole} on "
-            f"axis {kind.statement.cut}: the ranks hold pieces that are not described as pieces"
+            f"is described as unsharded with shape {list(tensor.shape)}, the configuration gives length {kind.whole} "
+            f"on axis {kind.statement.cut}: ranks have shards that are not described as shards"
         )
     rules = _rules(kind, tensor, numbers) if kind.sources else []
     return rules if isinstance(rules, str) else (kind.statement, rules)
@@ -187,11 +187,11 @@ def _layout(statement: Statement, shape: Shape, cuts: Shape, sizes: Sizes) -> Ru
         return _unnamed((shape[axis],), axis, axes)
     if geometry is Geometry.ALTERNATING_FFN:
         if shape[-1] % 2:
-            return f"length {shape[-1]} does not hold a row of gate and one of up"
+            return f"length {shape[-1]} does not divide into rows of gate and up"
         return _unnamed((shape[-1] // 2,) * 2, rank - 1, tuple(range(rank)))
     if geometry is Geometry.FUSED_FFN:
         if shape[axis] % (2 * cuts[axis]):
-            return f"length {shape[axis]} does not hold gate and up for {cuts[axis]} tensor-parallel ranks"
+            return f"length {shape[axis]} does not divide into gate and up for {cuts[axis]} tensor-parallel ranks"
         return _unnamed((shape[axis] // 2,) * 2, axis, axes, cuts[axis])
     return _qkv_layout(statement, shape[axis], cuts[axis], _unnamed((), axis, axes), sizes)
 
@@ -204,7 +204,7 @@ def _qkv_layout(statement: Statement, length: int, cut: int, layout: Rule, sizes
         return f"num_attention_heads={heads} and num_key_value_heads={groups} do not group query heads"
     lengths = tuple(map(sizes.length, statement.lengths))
     if not lengths and length % (heads + 2 * groups):
-        return f"length {length} does not hold {heads} query and 2 x {groups} key and value heads"
+        return f"length {length} does not divide into {heads} query and 2 x {groups} key and value heads"
     declared = sum(lengths) if lengths else _whole_width(statement, layout.axis, sizes)
     if declared not in (None, length):
         return (
@@ -246,7 +246,7 @@ def _stack_rules(kind: Kind, tensor: ModelTensor, numbers: list[str]) -> list[Ru
     # Divisibility is not sufficient: twice as many experts of half the size are as long.
     differs = declared is not None and declared[0] != sum(flat[:1])
     if not share or share * count != length or count > MAX_EXPERTS or differs:
-        return f"shape {list(tensor.shape)} does not hold {count} experts on axis 0"
+        return f"shape {list(tensor.shape)} does not contain {count} experts on axis 0"
     if not any("{expert}" in source for source in kind.statement.sources):
         (source,) = (source.format(*numbers) for source in kind.sources)
         return _stored_stack_rules(kind.statement, source, tensor)

@@ -171,7 +171,7 @@ class OptionalName(msgspec.Struct, frozen=True):
 
 
 class Tower(msgspec.Struct, frozen=True):
-    """A part of a model with sizes of its own, such as a vision tower.
+    """A part of a model with its own sizes, such as a vision tower.
 
     Args:
         name: its name; ``vision.hidden`` is the size ``hidden`` of tower ``vision``.

@@ -218,7 +218,7 @@ def register(
 
 
 def require_header(family: Family, model: ModelDescription, header: Mapping[str, Sequence[int]]) -> None:
-    """Compare the canonical tensors of a declaration with those of open weights.
+    """Check that a declaration has exactly the canonical tensors of open weights.
 
     Args:
         family: the family.

@@ -80,7 +80,7 @@ _OTHER_FORMATS = (
     (
         r".*\.pdparams(\.index\.json)?",
         "PaddleFormers' own format",
-        "Convert the weights with PaddleFormers alone, in a process of its own: AutoModelForCausalLM.from_pretrained("
+        "Convert the weights with PaddleFormers alone, in a separate process: AutoModelForCausalLM.from_pretrained("
         'DIRECTORY, load_checkpoint_format="", convert_from_hf=False).save_pretrained(NEW_DIRECTORY); then name the '
         "new directory.",
     ),

@@ -182,7 +182,7 @@ def decode_index(raw: bytes, records: Sequence[FileRecord], where: AnyPath) -> I
     metadata, found = header.metadata, header.tensors
     length = metadata.get(_BLOCK_BYTES, "")
     if metadata.get("format") != _FORMAT or not (length.isdecimal() and 0 < int(length) <= MAX_LENGTH):
-        _reject(where, "its metadata is that of another file")
+        _reject(where, "its metadata is not the metadata of an index")
     kinds = {name: (one.dtype, len(one.shape)) for name, one in found.items()}
     if kinds != {name: (code, 1) for name, code in _VECTORS.items()}:
         _reject(where, "it does not have the arrays of an index")
@@ -203,7 +203,7 @@ def decode_index(raw: bytes, records: Sequence[FileRecord], where: AnyPath) -> I
     if len(counts) != len(files) or (counts < 0).any() or {len(named), len(placed)} != {int(counts.sum())}:
         _reject(where, f"it has {len(named)} shards in {len(counts)} files, the manifest has {len(files)} files")
     if not (_within(named, len(names)) and _within(placed, len(places))):
-        _reject(where, "a shard has the number of no name or place")
+        _reject(where, "a shard refers to an unknown name or place")
     largest = max((one.size for one in files), default=0)
     if largest > MAX_LENGTH // (len(placed) + 1):
         _reject(where, f"a file has {largest} bytes")

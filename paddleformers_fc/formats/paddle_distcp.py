@@ -288,7 +288,7 @@ def _seal(
 
 
 def _cut(tensor: Shard, cuts: Sequence[int]) -> Iterator[Shard]:
-    """Yield the shards of a tensor that is cut as its parameter; a number of a parameter is whole."""
+    """Yield the shards of a tensor with the cuts of its parameter; a tensor that these do not divide is one shard."""
     shape = tensor.global_shape
     if len(cuts) != len(shape) or any(length % cut for length, cut in zip(shape, cuts, strict=True)):
         cuts = (1,) * len(shape)

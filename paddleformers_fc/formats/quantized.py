@@ -260,7 +260,7 @@ def _product(
         return f"{scales} is stored in {dtype}, expected {' or '.join(kind.schemes)}"
     shape = _shape(numbers.shape, scheme, bool(kind.stack))
     if shape is None:
-        return f"shape {list(numbers.shape)} is not that of {'groups of experts' if kind.stack else 'a matrix'}"
+        return f"shape {list(numbers.shape)} is not {'one of groups of experts' if kind.stack else 'a matrix'}"
     *stack, rows, columns = shape
     expected = (*stack, -(-rows // scheme.block[0]), -(-columns // scheme.block[1]))
     if found.shape != expected:

@@ -280,7 +280,7 @@ def lacking(documents: Collection[str], rank: int) -> list[str]:
         f"rng-{rank:05d}": "random states of this rank",
     }
     absent = [text for name, text in needed.items() if f"{TRAINER_DIRECTORY}/{name}.json" not in documents]
-    return [*absent, "the order of the data (that of this run is used)", "checksums"]
+    return [*absent, "the order of the data (this run's order is used)", "checksums"]
 
 
 def _state(directory: Path) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def test_experts_are_stacked_on_an_axis_of_their_own() -> None:
 
 def test_heads_that_the_layer_or_the_ranks_do_not_hold_are_refused_with_the_numbers() -> None:
     wide = ModelTensor("model.layers.0.self_attn.qkv_proj.weight", (32, 33), "float32", (1, 1))
-    with pytest.raises(MappingError, match="length 33 does not hold 8 query and 2 x 4"):
+    with pytest.raises(MappingError, match="length 33 does not divide into 8 query and 2 x 4"):
         bind(BY_NAME["ernie4_5"], model_of(settings(BY_NAME["ernie4_5"])), [wide])
     family = BY_NAME["phi3"]
     config = settings(family, num_key_value_heads=2)

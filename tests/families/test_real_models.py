@@ -99,7 +99,7 @@ def test_a_family_lists_the_tensors_of_a_real_model_under_tensor_parallelism() -
     with pytest.raises(MappingError) as caught:
         bound("gpt_oss", EXPERTS, gpt_oss)
     (line,) = caught.value.evidence
-    assert line.startswith("model.layers.{0...1}.self_attn.sinks: is described as whole with shape [4], the")
+    assert line.startswith("model.layers.{0...1}.self_attn.sinks: is described as unsharded with shape [4], the")
     assert "gives length 8 on axis 0" in line
     # The embedding of Gemma 3 is whole on every rank; the head that shares its memory says it is one of two halves.
     gemma = real("gemma3_text", LAYERS, 2)

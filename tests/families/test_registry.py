@@ -93,7 +93,7 @@ FAULTY: dict[str, tuple[tuple[Statement, ...], str]] = {
     ),
     "a stack of parts that do not fit": (
         (Statement("model.odd.weight", ("a", "b"), Geometry.FUSED_FFN, shape=("hidden", ("ffn", 1)), cut=1),),
-        "does not hold gate and up",
+        "does not divide into gate and up",
     ),
     "an axis that four ranks cannot share": (
         same("model.pair.weight", shape=(2,), cut=0),

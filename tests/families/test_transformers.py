@@ -152,7 +152,7 @@ def test_stacked_experts_that_are_fewer_than_the_configuration_gives_are_refused
     tensors = [tensor.under() for tensor in enumerate_tensors(family, model_of(config))]
     with pytest.raises(MappingError) as caught:
         bind(family, model_of({**config, "num_local_experts": 8}), [one for one in tensors if ".experts." in one.name])
-    assert any("gate_up_proj: shape [128, 32] does not hold 8 experts" in line for line in caught.value.evidence)
+    assert any("gate_up_proj: shape [128, 32] does not contain 8 experts" in line for line in caught.value.evidence)
 
 
 @pytest.mark.parametrize("backend", ["moe_expert_fusion", "using_sonic_moe"])

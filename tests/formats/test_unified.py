@@ -484,7 +484,7 @@ def test_a_prediction_block_of_which_one_ranks_part_remains_is_refused(tmp_path:
         _ = open_checkpoint(tmp_path).rules
     (line,) = caught.value.evidence
     assert name in line
-    assert "the ranks hold pieces that are not described as pieces" in line
+    assert "ranks have shards that are not described as shards" in line
     assert caught.value.next_step
 
 

@@ -36,9 +36,9 @@ REFUSED = {
 }
 REFUSED_APART = REFUSED | {
     # Each rank describes its own sinks as those of all.
-    "gpt_oss": "self_attn.sinks: is described as whole with shape [2]",
-    "gpt_oss-no_biases": "self_attn.sinks: is described as whole with shape [2]",
-    "gpt_oss-tied": "self_attn.sinks: is described as whole with shape [2]",
+    "gpt_oss": "self_attn.sinks: is described as unsharded with shape [2]",
+    "gpt_oss-no_biases": "self_attn.sinks: is described as unsharded with shape [2]",
+    "gpt_oss-tied": "self_attn.sinks: is described as unsharded with shape [2]",
     # Its latent attention runs only with sequence parallelism, and that only with compressed queries.
     "deepseek_v3-whole_queries": "'DeepseekV3Attention' object has no attribute 'q_a_proj'",
     # Two layers of the projector are both cut by their outputs, which no rank gathers in between.

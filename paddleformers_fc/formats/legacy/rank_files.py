@@ -133,8 +133,8 @@ def find_rank_files(directory: Path) -> RankFiles:
     twice: list[list[str]] = []
     for name, (kind, ranks) in ((name, parsed) for name in names if (parsed := _parsed(name)) is not None):
         known = (*AXES, EXPERTS) if name.endswith(".pdparams") else AXES
-        if strange := [axis for axis in ranks if axis not in known]:
-            raise unsupported_experts(directory, f"{name}: axis {strange[0]}")
+        if unknown := [axis for axis in ranks if axis not in known]:
+            raise unsupported_experts(directory, f"{name}: axis {unknown[0]}")
         forms.setdefault(kind, {}).setdefault((*ranks, Path(name).suffix), name)
         place = ranks.get("tp", 0), ranks.get("pp", 0), ranks.get("shard", ranks.get(EXPERTS, 0))
         if (first := found.setdefault(kind, {}).setdefault(place, name)) != name:
@@ -178,7 +178,7 @@ def unsupported_experts(directory: AnyPath, why: str) -> FormatError:
         where=str(directory),
         evidence=[
             why,
-            "supported: experts with their numbers in the model, on ranks of tensor parallelism and sharding alone",
+            "supported: experts with their numbers in the model, on ranks of tensor parallelism and sharding only",
         ],
         next_step="Load it with the software that saved it, and save a flex checkpoint.",
     )
