@@ -1,9 +1,9 @@
-"""Loading: a preflight on every rank, one agreed verdict, then each rank reads exactly what it needs.
+"""Load a checkpoint: a preflight on every rank, one agreed result, then each rank reads exactly what it needs.
 
-The preflight opens the checkpoint, proves both mappings, composes them, plans this rank's reads and checks coverage and
-ties, before the model changes. The ranks exchange their reports once. If any rank reports a fault, every rank raises
-the same report. Otherwise every rank reads its ranges, without communication unless ranks read for each other
-(:mod:`.exchange`), and a last exchange ensures that no rank continues to train if another could not read.
+The preflight proves both mappings, composes them, plans this rank's reads and checks coverage and ties, before the
+model changes. The ranks exchange their reports once; if any rank reports a mismatch, all ranks raise the same error.
+Otherwise every rank reads its ranges, without communication unless ranks read for each other (:mod:`.exchange`). A
+last exchange ensures that no rank continues to train if another rank could not read.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from paddleformers_fc.aoa import AoaTensor
 
 ALLOW_CASTS = "flex_allow_casts"
-"""The option that lets the precision differ."""
+"""The option that allows a different precision."""
 
 Stored = tuple[str, str]
 """Role and name of a stored tensor."""
@@ -88,14 +88,14 @@ class LoadReport(msgspec.Struct, frozen=True):
 
     Args:
         directory: the loaded directory.
-        bytes_read: bytes this rank read from storage.
-        seconds: wall time, preflight included.
-        phases: the parts of it: ``open, plan, agree, read, finish``; ``open`` where the caller measures it.
-        fresh: live tensors of this rank that the source did not hold, by declaration, and that kept their values.
-        dropped: stored tensors that no rank wanted, by declaration.
-        bytes_received: bytes this rank got from other ranks instead of reading them.
-        bytes_hashed: bytes of blocks whose checksums this rank compared while it read.
-        changes: where the configuration of the model differs from the stored one.
+        bytes_read: bytes that this rank read from storage.
+        seconds: wall time, including the preflight.
+        phases: seconds by phase, ``open, plan, agree, read, finish``; ``open`` only if the caller measures it.
+        fresh: live tensors of this rank that are declared not to be stored, and that kept their values.
+        dropped: stored tensors that no rank read, by declaration.
+        bytes_received: bytes that this rank received from other ranks instead of reading them.
+        bytes_hashed: bytes of blocks whose checksums this rank compared while reading.
+        changes: differences between the model's configuration and the stored one.
         casts: the tensors of this rank that were cast or read from another role, one line per role.
     """
 
@@ -112,18 +112,18 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 
 class PreparedLoad(msgspec.Struct, frozen=True):
-    """A load that fits, before it changes anything.
+    """A load that has passed its preflight, before it changes anything.
 
     Args:
         plan: the reads of this rank.
-        storage: the files that it reads.
-        target: how it fills the tensors.
-        roles: role -> name -> live ``ShardedWeight`` of these tensors.
+        storage: the files that this rank reads.
+        target: what the load fills.
+        roles: role -> name -> live ``ShardedWeight`` of the tensors to fill.
         slots: their memory.
         wanted: the roles that any rank loads.
         compares: whether any rank has stored tensors to compare first.
-        dropped: stored tensors that no rank wants, by declaration.
-        changes: where the configuration of the model differs from the stored one.
+        dropped: stored tensors that no rank reads, by declaration.
+        changes: differences between the model's configuration and the stored one.
     """
 
     plan: LoadPlan
@@ -143,7 +143,7 @@ class PreparedLoad(msgspec.Struct, frozen=True):
 
     @property
     def identities(self) -> Identities:
-        """The identities of the files that are read; another file of the same name is refused."""
+        """The identities of the files to read; reading a replaced file raises an error."""
         return self.storage.identities
 
     def fill(self) -> LoadReport:
@@ -180,7 +180,7 @@ class LoadTarget(msgspec.Struct, frozen=True):
         roles: returns role -> name -> live ``ShardedWeight``.
         model: the description of the live model.
         channel: all ranks of the job.
-        options: threads, staging, and who reads what several ranks need.
+        options: threads, staging memory, and how to read ranges that several ranks need.
         timer: measures the phases.
     """
 
@@ -195,11 +195,11 @@ class LoadTerms(msgspec.Struct, frozen=True):
     """How a model may differ from the checkpoint that fills it.
 
     Args:
-        aoa_config: statements from stored names to the model's, for tensors that have other names or shapes now.
-        tensors: with statements, all tensors of the model on all ranks; None without.
-        may_change: keys of the configuration that may differ although they change what the weights mean.
-        may_cast: whether the precision may differ from that of the run that saved the checkpoint.
-        facts: further facts that must be equal on all ranks.
+        aoa_config: statements that map stored tensors to tensors with different names or shapes.
+        tensors: with statements, all tensors of the model on all ranks; else None.
+        may_change: configuration keys that may differ although they change the meaning of the weights.
+        may_cast: whether the precision may differ from the run that saved the checkpoint.
+        facts: more facts that must be equal on all ranks.
     """
 
     aoa_config: Mapping[str, object] | None = None
@@ -210,7 +210,7 @@ class LoadTerms(msgspec.Struct, frozen=True):
 
 
 SAME_TERMS = LoadTerms()
-"""For a load of a model that does not differ."""
+"""For a model that may not differ."""
 
 
 class _Preflight(msgspec.Struct, frozen=True):
@@ -220,7 +220,7 @@ class _Preflight(msgspec.Struct, frozen=True):
         plan: its reads.
         report: the mismatches.
         may_stay_unread: parameters whose stored tensors no rank has to read.
-        optional: decides which tensors of open weights no rank has to read; None if ``may_stay_unread`` does.
+        optional: for open weights, determines the tensors that no rank has to read; None for a flex checkpoint.
     """
 
     plan: LoadPlan
@@ -229,23 +229,23 @@ class _Preflight(msgspec.Struct, frozen=True):
     optional: OptionalNames | None = None
 
     def unexpected(self, untouched: Sequence[Stored], catalog: Catalog) -> list[str]:
-        """Return the stored tensors that should have been read, of those that no rank reads."""
+        """Return the unread tensors that some rank should have read."""
         if self.optional is not None:
             return self.optional.missed([name for _, name in untouched], catalog.roles[MODEL_STATE])
         return [name for role, name in untouched if parameter_of(role, name) not in self.may_stay_unread]
 
 
 class _PreflightMessage(msgspec.Struct, array_like=True):
-    """One rank's preflight on its way to the others.
+    """Message with the result of one rank's preflight.
 
     Args:
         report: the mismatches.
-        roles: that this rank loads.
+        roles: the roles that this rank loads.
         way: how it reads ranges that other ranks need as well.
         compares: whether it has stored tensors to compare first.
-        share: what it can read together with other ranks.
-        blocks: the blocks that it reads if every rank reads for itself, and their checksums are compared; of more than
-            :data:`MAX_SHARING_RANKS` ranks, each compares all that it reads, and none is sent.
+        share: digests of the ranges that it could share with other ranks.
+        blocks: the blocks that it reads if every rank reads for itself and checksums are compared. Empty with more than
+            :data:`MAX_SHARING_RANKS` ranks, each of which compares everything that it reads.
     """
 
     report: list[tuple[str, str]]
@@ -265,10 +265,10 @@ def load_checkpoint(
     aoa_config: Mapping[str, object] | None = None,
     may_change: Collection[str] = (),
 ) -> LoadReport:
-    """Fill live weights from a flex checkpoint of any layout.
+    """Fill live weights from a flex checkpoint of any layout; see :func:`prepare_load` for arguments and errors.
 
-    Arguments and errors are those of :func:`prepare_load`. An error of a read, and damage that is found while tensors
-    are filled, leave tensors undefined, and the job must not train them.
+    If a read fails, or damage is found while tensors are filled, the tensors are undefined, and the job must not train
+    them.
     """
     terms = LoadTerms(aoa_config, may_change=may_change)
     if aoa_config:
@@ -286,23 +286,23 @@ def prepare_load(
     terms: LoadTerms = SAME_TERMS,
     timer: PhaseTimer | None = None,
 ) -> PreparedLoad:
-    """Do everything of a load that changes no weight: plan, and compare the copies of tied tensors.
+    """Run the preflight of a load, which changes no weight: plan, and compare the copies of tied tensors.
 
-    The checksums of headers and documents were compared on opening. Those of the tensors of an ``unread`` checkpoint
-    are compared while tensors are filled; damage found then leaves them undefined.
+    Opening has compared the checksums of headers and metadata files. The blocks of an ``unread`` checkpoint are
+    compared while tensors are filled; if damage is found then, the tensors are undefined.
 
     Args:
         checkpoint: the result of :func:`open_on_all_ranks`.
-        roles: returns role -> name -> live ``ShardedWeight``; a stored role that is not wanted here is left alone. An
-            error of this call on one rank is raised on all.
+        roles: returns role -> name -> live ``ShardedWeight``. Stored roles that it omits are not loaded. If the call
+            fails on one rank, all ranks raise the error.
         model: the description of the live model.
         channel: all ranks of the job; every rank must call.
-        options: threads and staging.
+        options: threads and staging memory.
         terms: how the model may differ.
-        timer: has measured the phases before; their seconds count. By default the load begins now.
+        timer: a timer that has measured the phases so far; by default the load begins now.
     Raises:
         CheckpointError: the same on every rank: the checkpoint is damaged.
-        FlexError: the same on every rank: the checkpoint does not fit the model.
+        FlexError: the same on every rank: the checkpoint does not match the model.
     """
     consistency = load_consistency(checkpoint, model, terms)
     files = {path: one for path, one in checkpoint.recorded.items() if not is_document(path)}
@@ -349,8 +349,8 @@ def _plan_checkpoint(
         source, report = statements_source(checkpoint, model, aoa_config, terms.tensors or {}, terms.may_cast)
     else:
         source, report = resume_source(checkpoint, model_rules(model, shards[MODEL_STATE]), model)
-    # Statements may leave out the attention of all layers; tensors that they keep or move have the same heads
-    # as before.
+    # Statements may omit the attention of all layers. Tensors that they keep or move must have the same heads as
+    # before.
     if model.rules is None and (not aoa_config or _moves_heads(model, source.mapping.made)):
         for line in _head_count_difference(checkpoint.known, model):
             report.add("shape", line)
@@ -362,13 +362,13 @@ def _plan_checkpoint(
 
 
 def _family_difference(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
-    """Return the difference of families, which explains most other differences."""
+    """Return a line if the families differ, which explains most other differences."""
     one, other = stored.model_type, wanted.model_type
     return [] if one == other else [f"the checkpoint is of family {one}, the model is {other}"]
 
 
 def _types_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
-    """Return a line if open weights are of another family, whose tensors may have the same names and shapes."""
+    """Return a line if open weights belong to another family, whose tensors may have the same names and shapes."""
     if not is_known(stored.config):
         return []
     if is_known(wanted.config) and family_for(stored.config) is family_for(wanted.config):
@@ -377,7 +377,7 @@ def _types_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str
 
 
 def _head_count_difference(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
-    """Return differences in the number of attention heads, which shapes of tensors need not show."""
+    """Return differences in the number of attention heads, which may not show in the shapes of tensors."""
     if not (is_known(stored.config) and is_known(wanted.config)):
         return []
     before, after = (family_heads(family_for(model.config), model) for model in (stored, wanted))
@@ -389,7 +389,7 @@ def _head_count_difference(stored: ModelDescription, wanted: ModelDescription) -
 
 
 def _moves_heads(model: ModelDescription, names: Iterable[str]) -> bool:
-    """Return whether elements of one of these tensors are assigned to heads of attention."""
+    """Return whether any of these tensors has attention heads."""
     return any(map(Names(family_for(model.config), model).of_heads, names))
 
 
@@ -411,7 +411,7 @@ def _consistency_check(directory: AnyPath, model: ModelDescription, facts: Mappi
 
 
 def aoa_tensors(model: ModelDescription, shards: Iterable[Shard]) -> dict[str, AoaTensor]:
-    """Return the tensors of some shards as statements know them."""
+    """Return the tensors of some shards in the form that statements use."""
     from paddleformers_fc.aoa import AoaTensor
 
     return {one.name: AoaTensor(one.global_shape, one.dtype, cuts_of(model, one)) for one in shards}
@@ -420,7 +420,7 @@ def aoa_tensors(model: ModelDescription, shards: Iterable[Shard]) -> dict[str, A
 def whole_model(
     model: ModelDescription, roles: Callable[[], Roles], channel: Channel, consistency: ConsistencyFacts | None = None
 ) -> dict[str, AoaTensor]:
-    """Return every tensor of the model on all ranks: statements describe the model, and a rank holds a part of it."""
+    """Gather all tensors of the model from all ranks, because statements describe the complete model."""
     from paddleformers_fc.aoa import AoaTensor
 
     def own_tensors() -> dict[str, AoaTensor]:
@@ -439,9 +439,9 @@ def prepare_weights(
     verify: str = "full",
     timer: PhaseTimer | None = None,
 ) -> PreparedLoad:
-    """Do everything of a load of open weights that changes no weight; stored floating dtypes are cast to the model's.
+    """Run the preflight of a load of open weights. Floating-point dtypes are cast to the model's dtype.
 
-    If the directory has recorded checksums (``flex_checksums.json``), sizes and documents are compared on opening.
+    If the directory has recorded checksums (``flex_checksums.json``), sizes and metadata files are compared on opening.
     Under ``full`` headers are compared as well, and all blocks that are read while tensors are filled.
 
     Args:
@@ -449,8 +449,8 @@ def prepare_weights(
         roles: ``model_state`` -> name -> live ``ShardedWeight``.
         model: the description of the live model.
         channel: all ranks of the job; every rank must call.
-        options: threads and staging.
-        verify: ``full``, or ``size`` or ``off``, which compare no tensor.
+        options: threads and staging memory.
+        verify: ``full``, or ``size`` or ``off``, which compare no tensors.
         timer: as for :func:`prepare_load`.
     Raises:
         FlexError: the same on every rank, as in :func:`load_checkpoint`.
@@ -480,7 +480,7 @@ def _plan_weights(opened: OpenedCheckpoint, target: LoadTarget, roles: Roles) ->
     aliases = canonical_ties(model)
     rules = model_rules(model, shards[MODEL_STATE])
     if opened.format.canonical:
-        # Each part of a fused layer may have a copy of the inputs that the layer's adapter shares.
+        # Each part of a fused layer may store its own copy of the lora_A that the parts share.
         aliases |= shared_copies(rules)
         check_orientation(opened, linear_weights(rules))
         source, report = huggingface_source(in_float32(opened.catalog), rules, optional, aliases)
@@ -493,20 +493,20 @@ def _plan_weights(opened: OpenedCheckpoint, target: LoadTarget, roles: Roles) ->
 
 
 def _check_same_adapters(opened: OpenedCheckpoint, wanted: Adapters) -> None:
-    """Refuse adapters of another rank or scaling than those of the model.
+    """Check that stored adapters have the rank and scaling of the model's adapters.
 
     Raises:
-        MismatchError: with both values.
+        MismatchError: lists both values.
     """
     stored = opened.known.adapters or wanted
     values = {"r": (stored.r, wanted.r), "scaling": (stored.scaling, wanted.scaling)}
     faults = [f"{key}: stored {one}, wanted {other}" for key, (one, other) in values.items() if one != other]
     if faults:
         raise MismatchError(
-            "The adapters are not those of the model. No weight was changed.",
+            "The adapters do not match the adapters of the model. No weight was changed.",
             where=str(opened.catalog.root),
             evidence=faults,
-            next_step="Give the model adapters of the stored rank and scaling.",
+            next_step="Create the model with the stored rank and scaling.",
         )
 
 
@@ -521,7 +521,7 @@ def _opened_weights(
         return bool(opened.recorded), opened
 
     recorded, weights = gather_and_keep(channel, f"opening {directory.name}", work, bool, consistency)
-    # Decided by all ranks: a rank without checksums still has to call the comparison.
+    # All ranks decide together, because a rank without checksums must also call the comparison.
     if not any(recorded) or verify != "full":
         return weights, NO_BLOCKS
     files, advice = list(weights.recorded.values()), restore_or_delete(directory)
@@ -530,7 +530,7 @@ def _opened_weights(
 
 
 def _header_facts(catalog: Catalog) -> dict[str, str]:
-    """Digest the headers of open weights by file, for ranks to compare: open weights have no manifest."""
+    """Return a digest of each header of open weights, which ranks compare because there is no manifest."""
     tensors: dict[str, list[tuple[str, str, Shape, int]]] = {}
     for name in catalog.sorted_names[MODEL_STATE]:
         tensor = catalog.roles[MODEL_STATE][name]
@@ -552,18 +552,18 @@ def _agree(
     recorded: RecordedBlocks,
     consistency: ConsistencyFacts,
 ) -> tuple[PreparedLoad, Report]:
-    """Plan on every rank, and exchange what all ranks need to know of it, once. Every rank must call.
+    """Plan on every rank, and exchange the results once. Every rank must call.
 
     Args:
         catalog: the stored tensors.
         target: what is filled.
-        plan: plans the reads of this rank, whose live tensors it gets.
-        recorded: the checksums that are compared while tensors are read.
+        plan: plans the reads of this rank, given its live tensors.
+        recorded: the checksums to compare while tensors are read.
         consistency: facts that must be equal on all ranks.
     Returns:
-        the load, which fits if the report is empty, and the mismatches of all ranks.
+        the load, which is valid only if the report is empty, and the mismatches of all ranks.
     Raises:
-        FlexError: the same on every rank: planning failed on some, or facts differ.
+        FlexError: the same on every rank: planning failed on a rank, or facts differ.
     """
     channel, options = target.channel, target.options
 
@@ -603,7 +603,7 @@ def _agree(
 
 
 def _compare_headers(catalog: Catalog, plan: LoadPlan, rank: int) -> None:
-    """Compare the headers of the files of a flex checkpoint that a rank may read with the index."""
+    """Compare with the index the headers of the files of a flex checkpoint that a rank may read."""
     identities, visible_to = catalog.identities, catalog.visible_to
     if isinstance(identities, IndexedFiles):
         sides = (side for check in plan.checks for side in (check.left, check.right))
@@ -616,7 +616,7 @@ def _compare_headers(catalog: Catalog, plan: LoadPlan, rank: int) -> None:
 def with_shared_numbers(plan: LoadPlan, roles: Roles) -> LoadPlan:
     """Add checks that stored numbers are equal if they fill the same memory.
 
-    Parameters that an optimizer updates as one buffer share their powers of beta.
+    Parameters in one fused buffer of an optimizer share their powers of beta.
 
     Args:
         plan: the plan.
@@ -640,7 +640,7 @@ def cast_lines(plan: LoadPlan, roles: Roles) -> Iterator[str]:
     """Yield a line per role and kind of cast, such as ``master_weight from model_state: 39 tensors``.
 
     Args:
-        plan: the plan of a flex checkpoint, whose files lie in directories of their roles.
+        plan: the plan of a flex checkpoint, whose files are in directories of their roles.
         roles: the live tensors.
     """
     found: dict[tuple[str, str, str, str], set[str]] = {}
@@ -655,11 +655,11 @@ def cast_lines(plan: LoadPlan, roles: Roles) -> Iterator[str]:
 
 
 def _compare_copies(load: PreparedLoad, catalog: Catalog) -> None:
-    """Compare what is stored several times; if it differs, damage may explain it. Every rank must call.
+    """Compare tensors that are stored several times; if they differ, check for damage. Every rank must call.
 
     Raises:
         Corrupt: the same on every rank: the copies are damaged.
-        MismatchError: the same on every rank: they were saved with different values.
+        MismatchError: the same on every rank: the copies were saved with different values.
     """
     checks, storage, target = load.plan.checks, load.storage, load.target
     try:
@@ -675,22 +675,22 @@ def _compare_copies(load: PreparedLoad, catalog: Catalog) -> None:
 
 
 def _check_same_way(everyone: Sequence[_PreflightMessage]) -> None:
-    """Refuse ranks that read shared ranges in different ways: those that share reads would wait for the others."""
+    """Check that all ranks read shared ranges in the same way, because some would wait for the others forever."""
     if len({one.way for one in everyone}) > 1:
         raise OptionError(
-            "The ranks read what several of them need in different ways.",
+            "The ranks have different values of flex_read.",
             evidence=[f"flex_read: {group_by_value([one.way for one in everyone])}"],
-            next_step="Give every rank the same options.",
+            next_step="Start every rank with the same options.",
         )
 
 
 def _mark(marks: Bytes, catalog: Catalog, plan: LoadPlan) -> None:
-    """Set the marks of the stored tensors that this rank reads, of which there is one per tensor of the catalog."""
-    wanted = (name in plan.touched.get(role, ()) for role, names in catalog.sorted_names.items() for name in names)
-    marks[:] = np.fromiter(wanted, bool, marks.size)
+    """Set the marks, one per stored tensor, of the tensors that this rank reads."""
+    is_read = (name in plan.touched.get(role, ()) for role, names in catalog.sorted_names.items() for name in names)
+    marks[:] = np.fromiter(is_read, bool, marks.size)
 
 
 def _untouched(catalog: Catalog, marks: Bytes, wanted: Collection[str]) -> list[Stored]:
-    """Role and name of the stored tensors of a wanted role that no rank reads."""
+    """Return role and name of the stored tensors of loaded roles that no rank reads."""
     stored = ((role, name) for role, names in catalog.sorted_names.items() for name in names)
     return sorted(one for one, is_read in zip(stored, marks, strict=True) if not is_read and one[0] in wanted)

@@ -1,19 +1,12 @@
-"""Read and fill the memory of live tensors, without a copy if possible.
+"""Read, fill and average the memory of live tensors, without a copy if possible.
 
-On a CPU a contiguous tensor is viewed as a numpy array at its address, so that bytes are read from a file directly into
-the tensor. For a tensor that is not contiguous a host array is filled and then copied to the tensor. The tensors of an
-accelerator are copied through staging buffers (:mod:`.staging_pool`), while the next shards are read or the previous
-piece is written.
+A contiguous tensor in host memory is viewed as a numpy array, so that files are read directly into it. A tensor that is
+not contiguous is filled through a host array. Tensors of an accelerator are copied through staging buffers
+(:mod:`.staging_pool`), while the next shards are read or the previous piece is written.
 
-Moving averages of tensors, in place in host memory.
-
-An update is ``average += weight * (value - average)`` in float32. This form rounds once at the magnitude of the
-average, where ``decay * average + weight * value`` rounds three times. Every element is computed alone, so the result
-has the same bits whatever the blocks and the number of threads are. Increments below half a unit in the last place of
-an element are lost, as in every average that is stored in float32.
-
-Time: the passes of a block are made while it is in the processor's cache, so an update costs one pass over the memory:
-two reads and a write per element.
+Moving averages are updated in place as ``average += weight * (value - average)`` in float32, which rounds once at the
+magnitude of the average. The result does not depend on blocks and threads. An update costs one pass over the memory,
+because all steps of a block run while it is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -44,7 +37,7 @@ from paddleformers_fc.storage.executor import DEFAULT_STAGING_MEMORY_BYTES
 from paddleformers_fc.storage.operations import Memory, numpy_dtype
 
 _PIECE_BYTES = 16 * 1024 * 1024
-"""Size of the pieces in which tensors of host memory that are not contiguous are copied."""
+"""Size of the pieces in which noncontiguous tensors in host memory are copied."""
 
 
 def dtype_of(tensor: Any) -> np.dtype[Any]:
@@ -53,7 +46,7 @@ def dtype_of(tensor: Any) -> np.dtype[Any]:
 
 
 def host_view(tensor: Any) -> np.ndarray[Any, Any] | None:
-    """Return a flat, writable array over the tensor's own memory; None if no view is possible.
+    """Return a flat, writable array that shares the tensor's memory; None if no view is possible.
 
     Args:
         tensor: a ``paddle.Tensor``.
@@ -66,7 +59,7 @@ def _has_view(tensor: Any) -> bool:
 
 
 def _memory(tensor: Any) -> Memory:
-    """Return the memory of a contiguous tensor that the host can address."""
+    """Return the memory of a contiguous tensor in host memory."""
     return Memory(tensor, tensor.data_ptr(), math.prod(tensor.shape), dtype_of(tensor))
 
 
@@ -75,13 +68,13 @@ def host_pieces(
 ) -> Iterator[np.ndarray[Any, Any]]:
     """Return a range of a tensor's elements as successive flat arrays in host memory.
 
-    If the host can address the memory, that is one view. Otherwise the copy of a piece begins before its predecessor is
-    returned, and that of the first piece at once. A piece is valid until the next one is requested.
+    For a contiguous tensor in host memory, this is one view. Otherwise the copy of the first piece starts at once, and
+    the copy of each other piece before its predecessor is returned. A piece is valid until the next one is requested.
 
     Args:
         tensor: a ``paddle.Tensor``.
-        start: index of the first element, in row-major order; the first of a row where the tensor is not contiguous.
-        stop: index behind the last.
+        start: row-major index of the first element; must begin a row if the tensor is not contiguous.
+        stop: index after the last element.
         staging_bytes: maximum staging memory of the process.
     """
     view = host_view(tensor)
@@ -96,14 +89,14 @@ def host_pieces(
 
 
 HostPieces = Callable[[int, int], Iterator[np.ndarray[Any, Any]]]
-"""Returns the elements of a tensor from one index to another, as :func:`host_pieces` does."""
+"""Returns the elements of a tensor from one index to another, like :func:`host_pieces`."""
 
 HostTensors = Mapping[str, Mapping[str, HostPieces]]
 """The host memory of tensors: role -> name -> pieces."""
 
 
 def view_of(tensor: Any) -> HostPieces:
-    """Return a view of a live tensor: copied to the host in pieces if the host cannot address it, and never as a whole.
+    """Return access to a live tensor, which is copied to the host only in pieces, and only if necessary.
 
     Args:
         tensor: a ``paddle.Tensor``, which must not change while the view is in use.
@@ -112,7 +105,7 @@ def view_of(tensor: Any) -> HostPieces:
 
 
 def copy_to_host(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any]) -> None:
-    """Copy a range of the elements of a tensor of host memory.
+    """Copy a range of a tensor's elements within host memory.
 
     Args:
         tensor: a ``paddle.Tensor``.
@@ -128,13 +121,13 @@ def copy_to_host(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any
 
 
 def copy_ends(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the parts of a range of the elements of a device tensor, each with the host memory to copy it to.
+    """Yield the parts of a range of a device tensor, each with the host memory to copy it to.
 
     Args:
         tensor: a ``paddle.Tensor``.
         start: as for :func:`host_pieces`.
         stop: as for :func:`host_pieces`.
-        memory: the bytes to fill, which live until the copies are done.
+        memory: the bytes to fill, which must live until the copies are done.
     """
     filled = 0
     for part in _bytes_in_order(tensor, start, stop, dtype_of(tensor).itemsize, _PIECE_BYTES):
@@ -144,14 +137,14 @@ def copy_ends(tensor: Any, start: int, stop: int, memory: np.ndarray[Any, Any]) 
 
 
 def _bytes_in_order(tensor: Any, start: int, stop: int, width: int, most: int) -> Iterator[Any]:
-    """Yield the bytes of a range of a device tensor's elements, in row-major order, as flat tensors of the device.
+    """Yield the bytes of a range of a device tensor, in row-major order, as flat tensors of the device.
 
     Args:
         tensor: a ``paddle.Tensor``.
         start: index of the first element.
-        stop: index behind the last.
+        stop: index after the last element.
         width: bytes of an element.
-        most: bytes of a tensor that is not contiguous that are copied at a time, if a row is not larger.
+        most: maximum bytes of a noncontiguous tensor to copy at a time; at least one row.
     """
     if start == stop:
         return
@@ -176,14 +169,13 @@ def _rows_in_order(tensor: Any, start: int, stop: int, most: int) -> Iterator[An
 class TensorSlot(msgspec.Struct, eq=False, gc=False):
     """The memory of one live tensor.
 
-    A struct that the garbage collector does not track, because there is one per tensor. The address is looked up when a
-    thread reads, while other threads are copying.
+    The garbage collector does not track these structs, because there is one per tensor.
 
     Args:
-        tensor: the ``paddle.Tensor`` to be filled.
-        host_bytes: bytes of the host array that replaces the tensor; 0 where its own memory is filled.
+        tensor: the ``paddle.Tensor`` to fill.
+        host_bytes: bytes of the host array that is filled first; 0 if the tensor is filled in place.
         pool: the staging buffers of the tensor's device; None in host memory.
-        begin: offset of the bytes that are filled, of a contiguous tensor of a device.
+        begin: byte offset of the range to fill, of a contiguous tensor of a device.
     """
 
     tensor: Any
@@ -196,17 +188,17 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
 
     @property
     def elements(self) -> int:
-        """Number of elements of a contiguous tensor of a device, which can be filled in pieces; otherwise 0."""
+        """Number of elements of a contiguous device tensor, which can be filled in pieces; 0 for any other tensor."""
         divisible = self.pool is not None and self.tensor.is_contiguous()
         return self.host_bytes // dtype_of(self.tensor).itemsize if divisible else 0
 
     def part(self, start: int, stop: int) -> TensorSlot:
-        """Return the slot of a range of elements of a contiguous tensor of a device."""
+        """Return the slot of a range of elements of a contiguous device tensor."""
         width = dtype_of(self.tensor).itemsize
         return TensorSlot(self.tensor, (stop - start) * width, self.pool, self.begin + start * width)
 
     def open(self) -> Memory:
-        """Return the tensor's own memory, or that of a host array."""
+        """Return the tensor's own memory, or a host array."""
         if not self.host_bytes:
             return _memory(self.tensor)
         if self.pool is None:
@@ -219,7 +211,7 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
         return Memory(self._staged, self._staged.owner.data_ptr(), self.host_bytes // dtype.itemsize, dtype)
 
     def close(self) -> None:
-        """Begin to copy a host array into the tensor, which keeps its dtype, place and strides."""
+        """Start to copy the host array into the tensor, which keeps its dtype, place and strides."""
         if self._staged is None:
             return
         import paddle
@@ -236,7 +228,7 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
         )
 
     def finish_copy(self) -> None:
-        """Wait until the copy is done, and give the host array back."""
+        """Wait until the copy is done, and release the host array."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None
@@ -252,7 +244,7 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
 
 
 def slot_of(tensor: Any, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) -> TensorSlot:
-    """Return the slot of a tensor that has memory.
+    """Return the slot of an initialized tensor.
 
     Args:
         tensor: a ``paddle.Tensor``.
@@ -271,7 +263,7 @@ def slots_of(roles: Roles, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) ->
         roles: role -> name -> ``ShardedWeight``.
         staging_bytes: maximum staging memory of the process.
     Raises:
-        MismatchError: tensors without memory, such as parameters released by sharding stage 3.
+        MismatchError: tensors have no memory, such as parameters released by sharding stage 3.
     """
     slots: dict[Key, Slot] = {}
     empty: list[str] = []
@@ -286,20 +278,19 @@ def slots_of(roles: Roles, staging_bytes: int = DEFAULT_STAGING_MEMORY_BYTES) ->
         raise MismatchError(
             f"{len(empty)} live tensors have no memory.",
             evidence=empty,
-            next_step="Load after the model and optimizer have been built, before parameters are released.",
+            next_step="Load after the model and optimizer are built, and before parameters are released.",
         )
     return slots
 
 
 BLOCK_ELEMENTS = 1 << 18
-"""Elements of one pass: its three arrays of 1 MiB stay in a cache, and the interpreter is needed a few thousand times
-for a billion elements."""
+"""Elements of a block: its three arrays of 1 MiB stay in a cache, and the overhead of the interpreter is small."""
 
 THREADS = 2
-"""Threads of an update; two come close to the bandwidth of the memory, and leave other cores to the training."""
+"""Threads of an update; two nearly reach the memory bandwidth, and leave other cores to the training."""
 
 _CHUNK_ELEMENTS = 1 << 24
-"""Elements that a thread takes at a time, such as four pieces of a device's memory that are copied ahead."""
+"""Elements that a thread takes at a time: four pieces of a device's memory, so that copies run ahead."""
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -310,7 +301,7 @@ class AveragedTensor(msgspec.Struct, frozen=True):
     Args:
         average: float32, one-dimensional and contiguous; changed in place.
         values: the tensor's elements as float32; see :data:`~paddleformers_fc.execute.memory.HostPieces`.
-        first: index of the tensor's element that belongs to the first element of the average.
+        first: index in the tensor of the average's first element.
     """
 
     average: Array
@@ -319,7 +310,7 @@ class AveragedTensor(msgspec.Struct, frozen=True):
 
 
 _Chunk = tuple[AveragedTensor, int, int]
-"""A part of a tensor: its average's first element, and the one behind its last."""
+"""A part of a tensor: first and end index in its average."""
 
 
 def update_averages(tensors: Iterable[AveragedTensor], weight: float) -> None:
@@ -327,9 +318,9 @@ def update_averages(tensors: Iterable[AveragedTensor], weight: float) -> None:
 
     Args:
         tensors: the tensors, which must not change during the call, and their averages.
-        weight: of the tensors, above 0 and at most 1. With 1 an average becomes a copy of the values.
+        weight: the weight of the new values, above 0 and at most 1. With 1 an average becomes a copy of the values.
     """
-    # The threads share one iterator; elements are taken under the interpreter's lock.
+    # The threads share one iterator, which is safe because of the interpreter lock.
     chunks = iter(list(chain.from_iterable(map(_chunks, tensors))))
     with ThreadPoolExecutor(THREADS, "flex-average") as pool:
         for done in [pool.submit(_run, chunks, weight) for _ in range(THREADS)]:
@@ -338,7 +329,7 @@ def update_averages(tensors: Iterable[AveragedTensor], weight: float) -> None:
 
 def _chunks(tensor: AveragedTensor) -> Iterator[_Chunk]:
     size = tensor.average.size
-    # Half a tensor for each of two threads, if it is not larger.
+    # Each of two threads gets half of a small tensor.
     step = min(_CHUNK_ELEMENTS, max(BLOCK_ELEMENTS, -(-size // 2)))
     return ((tensor, start, min(start + step, size)) for start in range(0, size, step))
 

@@ -1,19 +1,14 @@
 """Open a checkpoint on all ranks, which may have access to different files of it.
 
-The coordinator reads the manifest, the index and the documents that opening needs, and the first exchange carries them
-to all ranks. In the second one every rank reports the identity of its manifest; ranks with equal ones share a *disk*.
-It also carries the checks of files, which the ranks divide among themselves: they compare sizes and the checksums of
-documents. Only if there are several disks, the ranks of each divide its files again, in a third exchange. A file with
-tensors is opened by the ranks that read it (:class:`~paddleformers_fc.formats.index.IndexedFiles`).
+The coordinator reads the metadata files and broadcasts them. In a second exchange every rank reports the identity of
+its manifest (ranks with equal identities share a *disk*) and the check of its share of the files: sizes and checksums
+of metadata files. With several disks, the ranks of each disk share its files in a third exchange. Tensor files are
+opened only by the ranks that read them (:class:`~paddleformers_fc.formats.index.IndexedFiles`).
 
-If output directories are on disks of single hosts, each disk has the files of its own ranks. An error lists the files
-that are visible to no rank, and the ranks without any file.
-
-**Checksums of a load.** Under ``flex_verify: full`` each rank compares its blocks while tensors are filled
-(:mod:`.exchange`), and the exchange that ends the load carries the verdict of all ranks. All faults of all ranks come
-in one report. The weight files of an export are compared in the same way if its ``flex_checksums.json`` records them.
-Before any weight changes, the ranks divide among themselves the headers of these files and all documents. A block that
-no rank reads is not checked: it cannot affect the load. The ``verify`` command compares every byte.
+Under ``flex_verify: full`` each rank compares its blocks while tensors are filled (:mod:`.exchange`), and one error
+lists the faults of all ranks. An export with ``flex_checksums.json`` is compared in the same way; its headers and
+metadata files are compared before any weight changes. Blocks that no rank reads are not checked, because they cannot
+affect the load.
 """
 
 from __future__ import annotations
@@ -69,7 +64,7 @@ from paddleformers_fc.storage.remote import RemoteStatus
 from paddleformers_fc.text import count_text, fold
 
 MAX_HELD_BYTES = 512 * 1024 * 1024
-"""Bound on a document that one rank reads for all. A Trainer's state has half a kilobyte for every line of its log."""
+"""Maximum size of a metadata file that one rank reads for all; a Trainer's state has 0.5 kB per line of its log."""
 
 
 _LENGTH = struct.Struct("<Q")
@@ -80,8 +75,8 @@ class FaultMessage(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         damaged: whether any block does not match its checksum.
-        evidence: a line per file.
-        refusal: an error that is no damage, in wire form; empty if there is none.
+        evidence: one line per file.
+        refusal: an error other than damage, in wire form; empty if there is none.
     """
 
     damaged: bool = False
@@ -90,18 +85,18 @@ class FaultMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FillMessage(FaultMessage, frozen=True, array_like=True):
-    """The faults that a rank has found while it read, and the rounded seconds that this took."""
+    """The faults that a rank has found while reading, and its rounded seconds."""
 
     seconds: float = 0.0
 
 
 class Metadata(msgspec.Struct):
-    """What a job reads of a checkpoint once.
+    """The metadata of a checkpoint, which one rank reads for all.
 
     Args:
         manifest: the manifest.
-        documents: the documents that opening needs, by path, without damaged ones; compressed, except for the index,
-            which shrinks little.
+        documents: the metadata files that opening needs, by path, without damaged ones; compressed, except for the
+            index, which hardly shrinks.
     """
 
     manifest: Manifest
@@ -109,11 +104,11 @@ class Metadata(msgspec.Struct):
 
 
 class _Checked(FaultMessage, frozen=True, array_like=True):
-    """What a rank has found in its share of the files of its disk.
+    """The result of checking a rank's share of the files on its disk.
 
     Args:
-        saved: a summary of the save on this disk, if the coordinator has another save.
-        missing: a bit for every file of the share, set if it is missing; empty if none is.
+        saved: a summary of the save on this disk, if the coordinator has a different save.
+        missing: a bit per file of the share, set if the file is missing; empty if no file is missing.
         extra: number of files that do not belong to the checkpoint.
     """
 
@@ -123,7 +118,7 @@ class _Checked(FaultMessage, frozen=True, array_like=True):
 
 
 class Sent(msgspec.Struct):
-    """What the coordinator sends of a checkpoint: its metadata, if it has a manifest."""
+    """The coordinator's message: the metadata of the checkpoint, or None if it has no manifest."""
 
     metadata: Metadata | None = None
 
@@ -134,7 +129,7 @@ class Opening(msgspec.Struct, frozen=True):
     Args:
         checkpoint: the checkpoint.
         is_shared: whether all ranks have access to the same disk.
-        names: what each rank has listed in the exchange.
+        names: the names that each rank has listed in the exchange.
     """
 
     checkpoint: OpenedCheckpoint
@@ -147,9 +142,9 @@ class _Report(msgspec.Struct, array_like=True):
 
     Args:
         disk: equal on ranks with access to the same files; empty without a manifest.
-        fault: the error of a rank without a manifest when it opened the directory alone, in wire form.
-        checked: its share of the files if all ranks share a disk.
-        names: what it lists for the caller.
+        fault: the error of opening the directory on a rank without a manifest, in wire form.
+        checked: the check of its share of the files, if all ranks share a disk.
+        names: the names that it lists for the caller.
     """
 
     disk: bytes = b""
@@ -159,7 +154,7 @@ class _Report(msgspec.Struct, array_like=True):
 
 
 class _Disks:
-    """The disks of a job, by the reports of all ranks."""
+    """The disks of a job, derived from the reports of all ranks."""
 
     def __init__(self, reports: Sequence[_Report], channel: Channel) -> None:
         self.ranks: dict[bytes, list[int]] = {}
@@ -173,11 +168,11 @@ class _Disks:
 
     @property
     def share(self) -> slice:
-        """The files that this rank looks at; none on a rank without a manifest."""
+        """The files that this rank checks; none on a rank without a manifest."""
         return slice(self.place, None, len(self.members)) if self.members else slice(0)
 
     def visible_to(self, checked: Sequence[_Checked], manifest: Manifest) -> dict[str, tuple[int, ...]]:
-        """Return the ranks with access to a file, for every file that is not visible to all ranks."""
+        """Return for every file that is not visible to all ranks the ranks with access to it."""
         count = len(manifest.files)
         there = np.ones((len(self.ranks), count), bool)
         for disk, members in zip(there, self.ranks.values(), strict=True):
@@ -212,9 +207,9 @@ def open_on_all_ranks(
         channel: all ranks of the job; every rank must call.
         verify: ``off``, ``size`` or ``full``.
         consistency: facts that must be equal on all ranks.
-        config: returns the configuration of the live model, for a directory of another format that has none. An error
-            of this call on one rank is raised on all.
-        documents: documents to read with the metadata, as far as the coordinator can; see :func:`hold_documents`.
+        config: returns the configuration of the live model, for a directory of another format without one. If the call
+            fails on one rank, all ranks raise the error.
+        documents: metadata files to read as well, if the coordinator can; see :func:`hold_documents`.
     """
     check_level(verify)
     sent = _broadcast_metadata(directory, channel, documents, consistency)
@@ -222,11 +217,11 @@ def open_on_all_ranks(
 
 
 def read_metadata(directory: AnyPath, documents: Collection[str] = ()) -> Sent:
-    """Read the metadata of a checkpoint on one rank, without damaged documents; none if it has no manifest.
+    """Read the metadata of a checkpoint on one rank, without damaged files; none if it has no manifest.
 
     Args:
         directory: ``checkpoint-N``.
-        documents: documents to read with it, if the manifest lists them.
+        documents: metadata files to read as well, if the manifest lists them.
     Raises:
         CheckpointError: the manifest is damaged.
     """
@@ -245,7 +240,7 @@ def _read_metadata(directory: AnyPath, documents: Collection[str] = ()) -> Metad
 
 
 def open_newest(directory: AnyPath, channel: Channel, documents: Collection[str] = ()) -> OpenedCheckpoint:
-    """Open a checkpoint that a run resumes because it is the newest one, as :func:`open_sent` does."""
+    """Open the newest checkpoint of a run, like :func:`open_sent`."""
     sent = _broadcast_metadata(directory, channel, documents)
     return open_sent(directory, channel, sent, as_newest=True).checkpoint
 
@@ -258,16 +253,16 @@ def _broadcast_metadata(
 
 
 def hold_documents(checkpoint: OpenedCheckpoint, channel: Channel, names: Collection[str]) -> OpenedCheckpoint:
-    """Return a checkpoint that holds some documents, as far as it has them, each read by one rank for all.
+    """Return a checkpoint that holds some of its metadata files in memory, each read by one rank for all.
 
-    Opening has read the documents of a flex checkpoint whose coordinator has access to them; then there is no exchange.
+    No exchange is needed if the coordinator has already read them when it opened a flex checkpoint.
 
     Args:
         checkpoint: an opened checkpoint.
         channel: all ranks of the job; every rank must call.
-        names: paths of documents.
+        names: paths of the files; missing files are skipped.
     Raises:
-        CheckpointError: the same on every rank: a document is damaged.
+        CheckpointError: the same on every rank: a file is damaged.
     """
     missing = [name for name in names if name in checkpoint.documents and name not in checkpoint.held]
     if checkpoint.commit_record is not None and not missing:
@@ -284,7 +279,7 @@ def hold_documents(checkpoint: OpenedCheckpoint, channel: Channel, names: Collec
 
 
 def own_file(checkpoint: OpenedCheckpoint, channel: Channel, name_of: Callable[[int], str]) -> bytes | None:
-    """Return this rank's small file, read by another rank if it is not visible here.
+    """Return this rank's metadata file, read by another rank if it is not visible to this rank.
 
     Args:
         checkpoint: an opened checkpoint.
@@ -314,7 +309,7 @@ def own_file(checkpoint: OpenedCheckpoint, channel: Channel, name_of: Callable[[
 
 
 def own_document(checkpoint: OpenedCheckpoint, name: str, received: bytes | None) -> bytes | None:
-    """Return a small file of a checkpoint, None if it has none; ``received`` is the result of :func:`own_file`."""
+    """Return a metadata file of a checkpoint, or None; ``received`` is the result of :func:`own_file`."""
     return received if received is not None or name not in checkpoint.documents else checkpoint.document(name)
 
 
@@ -337,12 +332,12 @@ def open_sent(
         verify: the level.
         config: as for :func:`open_on_all_ranks`.
         consistency: facts that must be equal on all ranks, if no exchange has compared them.
-        names: lists what the ranks exchange for the caller. An error of it on one rank is raised on all.
-        as_newest: whether to refuse what is resumed only by name, and other formats.
+        names: lists names that the ranks exchange for the caller. If it fails on one rank, all ranks raise the error.
+        as_newest: whether to reject other formats, and checkpoints that are resumed only if a user names them.
     Raises:
-        CheckpointError: the same on every rank: the checkpoint is incomplete, disks have different saves of it, or, as
-            the newest one, its name contradicts its step.
-        Diverged: the same on every rank: the newest one was saved with diverged copies of tied tensors.
+        CheckpointError: the same on every rank: the checkpoint is incomplete, disks have different saves of it, or
+            (``as_newest``) its name contradicts its step.
+        Diverged: the same on every rank (``as_newest``): it was saved with diverged copies of tied tensors.
     """
     opened, path, metadata = list[OpenedCheckpoint](), directory / MANIFEST_NAME, sent.metadata
     identity: dict[AnyPath, Any] = {}
@@ -357,7 +352,7 @@ def open_sent(
             checked, built = _check(directory, channel, metadata, identity, one_disk, verify, as_newest)
             return _Report(_disk_of(status), checked=checked, names=listed), built
         try:
-            # Another format, or no checkpoint at all, which is refused here if no rank has a manifest.
+            # Another format, or no checkpoint at all. The error is raised only if no rank has a manifest.
             from paddleformers_fc.formats.registry import open_checkpoint
 
             given = None if config is None or as_newest else config()
@@ -394,7 +389,7 @@ def open_sent(
 def _built(
     directory: AnyPath, metadata: Metadata, identity: Identities, around: Surroundings, as_newest: bool
 ) -> OpenedCheckpoint:
-    """Return the checkpoint of the metadata that all ranks have; a damaged document is refused by each of them."""
+    """Build the checkpoint from its metadata. Damaged metadata files, which are not sent, raise an error here."""
     manifest, sent = metadata.manifest, metadata.documents
     if as_newest:
         check_newest(directory, manifest)
@@ -421,10 +416,10 @@ def _check(
         directory: ``checkpoint-N``.
         channel: all ranks.
         metadata: the same on every rank.
-        identity: of the manifest on this rank.
+        identity: identity of the manifest on this rank.
         disks: the disks of all ranks.
-        verify: ``off`` looks for the files of several disks alone.
-        as_newest: whether to refuse what is resumed only by name.
+        verify: the level; ``off`` only checks which files exist on several disks.
+        as_newest: as for :func:`open_sent`.
     """
     manifest = metadata.manifest
     saved, leads = _summary(manifest), disks.members[:1] == [channel.rank]
@@ -432,12 +427,12 @@ def _check(
     around, built, refusal = Surroundings(directory), list[OpenedCheckpoint](), ""
     try:
         built.append(_built(directory, metadata, identity, around, as_newest))
-    except FlexError as error:  # Damaged files explain it.
+    except FlexError as error:  # Damaged files may explain it, and take precedence.
         refusal = error.to_wire()
     if leads and channel.rank != 0 and (own := _summary(read_manifest(directory))) != saved:
         return _Checked(saved=own), built
     faults = around.faults(share)
-    # Where all ranks have one disk, a missing file is a fault.
+    # If all ranks share one disk, a missing file is a fault.
     lost = {path for path, fault in faults.items() if fault == f"{path} {MISSING}" and not disks.is_one}
     bits = np.packbits([one.path in lost for one in share]).tobytes() if lost else b""
     if verify == "off":
@@ -454,7 +449,7 @@ def _check(
 def _require_complete(
     directory: AnyPath, channel: Channel, manifest: Manifest, checked: Sequence[_Checked], disks: _Disks
 ) -> dict[str, tuple[int, ...]]:
-    """Refuse what the ranks have found; return the ranks with access to every file that not all ranks see."""
+    """Check the results of all ranks; return the ranks with access to every file that is not visible to all."""
     _check_same_checkpoint(directory, _summary(manifest), checked, disks)
     extra = sum(one.extra for one in checked)
     advice = repair_advice(extra > 0, sum(len(one.evidence) for one in checked) > extra)
@@ -466,7 +461,7 @@ def _require_complete(
 
 
 def _disk_of(status: os.stat_result | RemoteStatus) -> bytes:
-    """Return bytes that are equal for ranks with access to the same manifest: two copies have other change times."""
+    """Return bytes that are equal for ranks with access to the same manifest; copies have different change times."""
     known = repr(status).encode()
     if isinstance(status, os.stat_result):
         known = f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}".encode()
@@ -479,7 +474,7 @@ def _summary(manifest: Manifest) -> str:
 
 
 def _check_same_checkpoint(directory: AnyPath, saved: str, checked: Sequence[_Checked], disks: _Disks) -> None:
-    """Refuse disks with different checkpoints."""
+    """Check that all disks have the same checkpoint."""
     groups: dict[str, list[int]] = {}
     for ranks in disks.ranks.values():
         groups.setdefault(checked[ranks[0]].saved or saved, []).extend(ranks)
@@ -488,12 +483,12 @@ def _check_same_checkpoint(directory: AnyPath, saved: str, checked: Sequence[_Ch
             "The disks of this job have different checkpoints under one name.",
             where=str(directory),
             evidence=[f"{format_ranks(sorted(ranks))}: {one}" for one, ranks in groups.items()],
-            next_step="They were saved at different times. Resume from a step that all disks hold of one save.",
+            next_step="Resume from a step that all disks have from the same save.",
         )
 
 
 def _check_visible(directory: AnyPath, visible_to: VisibleTo, blind: Sequence[int]) -> None:
-    """Refuse a checkpoint with files that are visible to no rank: a disk is missing."""
+    """Check that every file is visible to some rank; otherwise a disk is missing."""
     lost = [path for path, ranks in visible_to.items() if not ranks]
     if not lost:
         return
@@ -503,7 +498,7 @@ def _check_visible(directory: AnyPath, visible_to: VisibleTo, blind: Sequence[in
         f"{len(lost)} of the checkpoint's files are visible to no rank of this job.",
         where=str(directory),
         evidence=fold(evidence),
-        next_step="Start the job on the hosts that saved it, bring their files here, or name another checkpoint.",
+        next_step="Start the job on the hosts that saved it, copy their files here, or name another checkpoint.",
     )
 
 
@@ -514,35 +509,35 @@ def verify_metadata_blocks(
     channel: Channel,
     next_step: str,
 ) -> None:
-    """Compare what is not a tensor's number in an export; the ranks share the work. Every rank must call.
+    """Compare the metadata files and headers of an export; the ranks share the work. Every rank must call.
 
     Args:
         directory: the export.
-        files: the recorded checksums; none if this rank has no export, which is refused later.
-        identities: the identities of the files that were opened; another file is refused.
+        files: the recorded checksums; empty if this rank has no export, which raises an error later.
+        identities: identities of the opened files; reading a replaced file raises an error.
         channel: all ranks.
-        next_step: advice for files that are not what was written.
+        next_step: advice for damaged files.
     Raises:
-        Corrupt: the same on every rank, naming all files and blocks that are not what was written.
-        StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
+        Corrupt: the same on every rank; names all damaged files and blocks.
+        StorageError: the same on every rank: files cannot be read, and nothing else is wrong.
     """
 
     mine = files[channel.rank :: channel.world_size]
-    wanted = ((one, _metadata_blocks(directory, one, identities)) for one in mine)
-    compare_on_all(directory, wanted, identities, channel, next_step)
+    requests = ((one, _metadata_blocks(directory, one, identities)) for one in mine)
+    compare_on_all(directory, requests, identities, channel, next_step)
 
 
 def verify_parts(catalog: Catalog, recorded: RecordedBlocks, parts: Iterable[StoredPart], channel: Channel) -> None:
-    """Compare the blocks that hold some regions. Every rank must call.
+    """Compare the blocks that contain some regions. Every rank must call.
 
     Args:
-        catalog: where they are.
-        recorded: the checksums of its files.
+        catalog: the stored tensors.
+        recorded: the checksums of the files.
         parts: the regions that this rank compares.
         channel: all ranks.
     Raises:
-        Corrupt: the same on every rank, naming all files and blocks that are not what was written.
-        StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
+        Corrupt: the same on every rank; names all damaged files and blocks.
+        StorageError: the same on every rank: files cannot be read, and nothing else is wrong.
     """
 
     compare_on_all(catalog.root, _block_requests(recorded, parts), catalog.identities, channel, recorded.next_step)
@@ -558,27 +553,27 @@ def _block_requests(
 
 def compare_on_all(
     directory: AnyPath,
-    wanted: Iterable[tuple[FileChecksum, Iterable[int]]],
+    requests: Iterable[tuple[FileChecksum, Iterable[int]]],
     identities: Identities,
     channel: Channel,
     next_step: str = RESTORE,
 ) -> None:
-    """Compare the share of every rank. Every rank must call.
+    """Compare blocks on all ranks, each its own share. Every rank must call.
 
     Args:
         directory: ``checkpoint-N``, or an export.
-        wanted: the share of this rank, as for :func:`.compare_blocks`. An error of one rank while it is listed is
-            raised on all ranks.
-        identities: the identities of the files that were opened; another file is refused.
+        requests: the share of this rank, as for :func:`.compare_blocks`. If iterating it fails on one rank, all ranks
+            raise the error.
+        identities: identities of the opened files; reading a replaced file raises an error.
         channel: all ranks.
-        next_step: advice for files that are not what was written.
+        next_step: advice for damaged files.
     Raises:
-        Corrupt: the same on every rank, naming all files and blocks that are not what was written.
-        StorageError: the same on every rank: files that may not be read, and nothing else is wrong.
+        Corrupt: the same on every rank; names all damaged files and blocks.
+        StorageError: the same on every rank: files cannot be read, and nothing else is wrong.
     """
 
     def work() -> FaultMessage:
-        found = compare_blocks(directory, wanted, identities)
+        found = compare_blocks(directory, requests, identities)
         return FaultMessage(bool(found.faults), found.evidence, found.refusal.to_wire() if found.refusal else "")
 
     messages = all_gather_checked(channel, f"comparing checksums of {directory.name}", work, FaultMessage)
@@ -589,7 +584,7 @@ def compare_on_all(
 def check_undamaged(
     directory: AnyPath, channel: Channel, messages: Sequence[FaultMessage], next_step: str, effect: str = ""
 ) -> None:
-    """Raise all faults of all ranks as one error, the same on every rank, if there is damage."""
+    """Check that no rank has found damage; otherwise raise one error with the faults of all ranks."""
     if not any(one.damaged for one in messages):
         return
     finders: dict[str, list[int]] = {}
@@ -608,7 +603,7 @@ def check_undamaged(
 
 
 def _metadata_blocks(directory: AnyPath, checksum: FileChecksum, identities: Identities) -> range:
-    """Return the blocks of a file that hold anything but a tensor's numbers."""
+    """Return the blocks of a file that contain a header or metadata."""
     if is_document(checksum.path) or checksum.size < _LENGTH.size:
         return range(checksum.count)
     with open_regular(directory / checksum.path) as file:

@@ -1,9 +1,9 @@
-"""An output directory: its checkpoints, the leftovers of interrupted saves beside them, and the facts of a checkpoint.
+"""Inspect and clean an output directory: its checkpoints, and the stale directories and backups next to them.
 
-A save deletes the staging directories whose locks are free. A user confirms the removal of others, and of files of
-other programs. Checkpoints are never removed, nor are those that only lost their name, nor what a running save uses.
+A save deletes staging directories whose locks are free. Others, and files of other programs, are removed only if a user
+confirms it. Checkpoints, their backups under hidden names and directories of running saves are never removed.
 
-Facts come from manifests and headers alone: no tensor byte is read, and the cost is one small read per file.
+Facts come only from manifests and headers, with one small read per file; no tensor is read.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from paddleformers_fc.text import fold
 
 
 class LeftoverFacts(msgspec.Struct, frozen=True):
-    """A directory that a save has left.
+    """A stale directory or a backup of a save.
 
     Attributes:
         name: its name in the output directory.
         why: its description, one sentence.
-        bytes: of its files.
-        removable: whether it may be removed when a user confirms.
+        bytes: total size of its files.
+        removable: whether it may be removed if a user confirms.
     """
 
     name: str
@@ -60,12 +60,12 @@ class LeftoverFacts(msgspec.Struct, frozen=True):
 
 
 class Cleaned(msgspec.Struct, frozen=True):
-    """The report of a removal of leftovers.
+    """The report of :func:`clean`.
 
     Attributes:
         path: the output directory.
-        removed: directories that are gone.
-        left: those that stay.
+        removed: directories that were removed.
+        left: directories that stay.
     """
 
     path: str
@@ -74,13 +74,13 @@ class Cleaned(msgspec.Struct, frozen=True):
 
 
 def clean(output_dir: Path, confirmed: Callable[[LeftoverFacts], bool]) -> Cleaned:
-    """Remove the leftovers that a user confirms.
+    """Remove the stale directories and backups that a user confirms.
 
     Args:
-        output_dir: the directory that holds the checkpoints.
-        confirmed: returns whether a leftover may be removed.
+        output_dir: the directory that contains the checkpoints.
+        confirmed: returns whether a directory may be removed.
     Raises:
-        OptionError: the directory is a checkpoint itself.
+        OptionError: the directory is itself a checkpoint.
         StorageError: the operating system refused to list it.
     """
     check_no_checkpoint(output_dir)
@@ -94,7 +94,7 @@ def clean(output_dir: Path, confirmed: Callable[[LeftoverFacts], bool]) -> Clean
 
 
 def check_no_checkpoint(output_dir: Path) -> None:
-    """Refuse a checkpoint where its output directory is required.
+    """Check that an output directory is not a checkpoint.
 
     Raises:
         OptionError: the directory is a checkpoint.
@@ -103,12 +103,12 @@ def check_no_checkpoint(output_dir: Path) -> None:
         raise OptionError(
             "The directory is a checkpoint.",
             where=str(output_dir),
-            next_step="Name the output directory that holds it.",
+            next_step="Name the output directory that contains it.",
         )
 
 
 def facts_of(leftover: Leftover) -> LeftoverFacts:
-    """Return the facts of a leftover."""
+    """Return the facts of a stale directory or backup."""
     return LeftoverFacts(leftover.path.name, leftover.why, _size(leftover.path), leftover.removable)
 
 
@@ -116,11 +116,11 @@ def _removed(path: Path) -> bool:
     try:
         return remove_leftover(path)
     except StorageError:
-        return False  # It stays in the list of leftovers.
+        return False  # It stays, and is reported.
 
 
 def _size(directory: Path) -> int:
-    """Bytes of the files in a directory; 0 of one that is gone."""
+    """Return the total size of the files in a directory; 0 if it does not exist."""
     try:
         seen = [stat_path(path) for path in files_within(directory)]
     except StorageError:
@@ -129,19 +129,19 @@ def _size(directory: Path) -> int:
 
 
 class CheckpointFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A directory that is named like a checkpoint.
+    """A directory with the name of a checkpoint.
 
     Attributes:
         name: its name.
-        step: of its manifest; None where that cannot be read.
-        run: id of the run that saved it; empty where it is not recorded.
-        fault: why ``resume_from_checkpoint: true`` skips it; empty where it does not. Tensors are not read. A whole
+        step: the step in its manifest; None if the manifest cannot be read.
+        run: id of the run that saved it; empty if it is not recorded.
+        fault: why ``resume_from_checkpoint: true`` skips it; empty if it does not. Tensors are not read. A complete
             checkpoint of another format is resumed only if there is no flex checkpoint.
         kind: name of its format; empty if no format recognises it.
-        world_size: number of ranks that saved it; 0 where it is not recorded.
+        world_size: number of ranks that saved it; 0 if it is not recorded.
         parallel: degree per parallel axis.
-        bytes: of its files.
-        time: when it was saved, UTC; empty where it is not recorded.
+        bytes: total size of its files.
+        time: when it was saved, UTC; empty if it is not recorded.
     """
 
     name: str
@@ -159,9 +159,9 @@ class OutputFacts(msgspec.Struct, frozen=True):
     """The content of an output directory.
 
     Attributes:
-        path: the directory as it was named.
-        checkpoints: by descending step.
-        leftovers: of interrupted saves.
+        path: the directory, as the user named it.
+        checkpoints: its checkpoints, by descending step.
+        leftovers: stale directories and backups.
     """
 
     path: str
@@ -173,9 +173,9 @@ class ListedFacts(OutputFacts, frozen=True):
     """The content of an output directory, and of the local tier of its run.
 
     Attributes:
-        path: the directory as it was named.
-        checkpoints: by descending step.
-        leftovers: of interrupted saves.
+        path: the directory, as the user named it.
+        checkpoints: its checkpoints, by descending step.
+        leftovers: stale directories and backups.
         local: the local tier on this machine; None if there is none.
     """
 
@@ -183,13 +183,13 @@ class ListedFacts(OutputFacts, frozen=True):
 
 
 def list_output(directory: Path, local: Path | None = None) -> ListedFacts:
-    """Return the checkpoints and leftovers of an output directory.
+    """Return the checkpoints, stale directories and backups of an output directory.
 
     Args:
         directory: the output directory.
         local: the local tier of its run on this machine; None without one.
     Raises:
-        OptionError: the directory is a checkpoint itself.
+        OptionError: the directory is itself a checkpoint.
         StorageError: the operating system refused to list it.
     """
     check_no_checkpoint(directory)
@@ -198,18 +198,18 @@ def list_output(directory: Path, local: Path | None = None) -> ListedFacts:
 
 
 def directories_below(directory: Path) -> list[str]:
-    """Return the directories up to two levels below, relative to this one, that contain checkpoints."""
+    """Return the directories up to two levels below that contain checkpoints, as relative paths."""
     return sorted({str(path.parent.relative_to(directory)) for path in checkpoints_below(directory)})
 
 
 def checkpoints_below(directory: Path) -> list[Path]:
-    """Return the directories that are named like checkpoints, in the directories one or two levels below."""
+    """Return the directories with names of checkpoints, inside of directories one or two levels below."""
     named = (path for above in ("*", "*/*") for path in directory.glob(f"{above}/checkpoint-*"))
     return [path for path in named if parse_step(path) is not None and is_directory(path)]
 
 
 def output_facts(directory: Path) -> OutputFacts | None:
-    """Return the checkpoints and leftovers of a directory; None if it contains neither.
+    """Return the checkpoints, stale directories and backups of a directory; None if it contains none.
 
     Raises:
         StorageError: the operating system refused to list it.
@@ -254,7 +254,7 @@ def _checkpoint(path: Path) -> CheckpointFacts:
 
 
 def _of_other_format(path: Path, kind: str, size: int) -> CheckpointFacts:
-    """Return the facts of a checkpoint of PaddleFormers' own formats, from its headers and the Trainer's files."""
+    """Return the facts of a checkpoint in one of PaddleFormers' own formats, from the Trainer's files."""
     try:
         run = saved_run(path)
         check_finished(path, run.world_size)
@@ -285,7 +285,7 @@ _CONFIG_KEYS = (
 OUTPUT_DIRECTORY = "output_directory"
 
 _MAX_SIMILAR = 5
-"""Maximum number of similar names that an error lists."""
+"""Maximum number of similar names in an error."""
 
 
 class Inspection(msgspec.Struct, frozen=True):
@@ -293,14 +293,14 @@ class Inspection(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: name of the format, or ``output_directory``.
-        path: the directory as it was named.
+        path: the directory, as the user named it.
         job: the job that saved it; None for open weights.
-        model: the keys of ``config.json`` that determine a model's size.
+        model: the keys of ``config.json`` that determine the model's size.
         files: number of files.
-        bytes: their sizes together.
+        bytes: total size of the files.
         roles: the stored tensors by role.
         tensors: the stored tensors that match; None without a pattern.
-        output: the checkpoints and leftovers in it; None if there are none.
+        output: the checkpoints, stale directories and backups in it; None if there are none.
     """
 
     kind: str
@@ -319,7 +319,7 @@ def inspect_directory(directory: AnyPath, pattern: str | None = None) -> Inspect
 
     Args:
         directory: a flex checkpoint, a directory of open weights, or an output directory.
-        pattern: a shell pattern; the stored tensors whose names match are listed. None lists nothing.
+        pattern: a shell pattern of the stored tensors to list; None lists none.
     Raises:
         OptionError: no stored tensor matches.
         FlexError: the directory cannot be opened.
@@ -337,30 +337,30 @@ def inspect_directory(directory: AnyPath, pattern: str | None = None) -> Inspect
             f"No stored tensor matches {pattern!r}.",
             where=str(directory),
             evidence=_similar_names(pattern, (name for stored in opened.catalog.roles.values() for name in stored)),
-            next_step=f"A pattern must match the whole name; write '*{pattern.strip('*')}*'. Optimizer states end in a "
-            "suffix such as .moment1_0.",
+            next_step=f"A pattern must match the complete name; write '*{pattern.strip('*')}*'. Optimizer states end in "
+            "a suffix such as .moment1_0.",
         )
     return _facts(opened, directory, tensors, output)
 
 
 def _similar_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return a line of similar names, indices folded: those that contain the pattern, or are like it in a part."""
-    wanted, known = pattern.strip("*").lower(), list(names)
-    containing = fold(name for name in known if wanted in name.lower())
+    """Return a line of names that contain the pattern, or are similar to it in some component; indices are folded."""
+    text, known = pattern.strip("*").lower(), list(names)
+    containing = fold(name for name in known if text in name.lower())
     folded = containing or fold(known)
-    parts = difflib.get_close_matches(wanted, sorted({part for name in folded for part in name.split(".")}), n=1)
-    near = (
+    parts = difflib.get_close_matches(text, sorted({part for name in folded for part in name.split(".")}), n=1)
+    similar = (
         containing
-        or difflib.get_close_matches(wanted, folded, n=_MAX_SIMILAR)
+        or difflib.get_close_matches(text, folded, n=_MAX_SIMILAR)
         or [name for name in folded if set(parts) & set(name.split("."))]
     )
-    return [f"similar: {', '.join(near[:_MAX_SIMILAR])}"] if near and wanted else []
+    return [f"similar: {', '.join(similar[:_MAX_SIMILAR])}"] if similar and text else []
 
 
 def damaged_facts(directory: AnyPath) -> Inspection | None:
-    """Return the facts of a damaged checkpoint: without sizes compared, else its manifest's alone; None without those.
+    """Return the facts of a damaged checkpoint, or only those in its manifest; None if that cannot be read either.
 
-    Its files and their sizes are the recorded ones.
+    Files and sizes are the recorded ones.
     """
     with suppress(FlexError):
         return _facts(open_checkpoint(directory, "off"), directory)

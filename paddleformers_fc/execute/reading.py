@@ -1,14 +1,12 @@
-"""Execute the reads of a plan into memory that slots provide.
+"""Execute the reads of a plan into the memory of slots.
 
-A :class:`Slot` is the memory of one wanted shard. On a CPU it is the tensor's own memory. On an accelerator it is a
-host array that is copied to the device when it is full, while the next arrays are read.
+A :class:`Slot` is the memory of one target shard: on a CPU the tensor's own memory, on an accelerator a host array that
+is copied to the device while the next arrays are read. The items of a plan become operations
+(:mod:`paddleformers_fc.storage.operations`), which threads execute (:mod:`paddleformers_fc.storage.executor`).
 
-The items of a plan become operations (:mod:`paddleformers_fc.storage.operations`), which the threads of a pool execute
-(:mod:`paddleformers_fc.storage.executor`). Memory beyond the targets: at most ``staging_memory_bytes`` for all threads
-together, or one host copy of a shard if that is larger. A shard of a device beyond the staging memory is filled in
-pieces of whole rows, which are successive in the file unless it is transposed.
-
-Time: a few look-ups per item, because items of equal boxes share the result of the analysis.
+Memory beyond the targets: ``staging_memory_bytes`` for all threads together, or one host copy of a shard if that is
+larger. A device shard that exceeds the staging memory is filled in pieces of complete rows, unless it is transposed.
+Time: a few look-ups per item, because items with equal boxes are analysed once.
 """
 
 from __future__ import annotations
@@ -52,17 +50,17 @@ from paddleformers_fc.text import count_text
 _T = TypeVar("_T")
 
 Key = tuple[str, str]
-"""Role and full name of a wanted shard."""
+"""Role and full name of a target shard."""
 
 _Fragment = tuple[int, Shape]
 """The index of the first element of a fragment in its shard, and its shape."""
 
 
 class Targets(Protocol):
-    """The memory of wanted shards."""
+    """The memory of target shards."""
 
     def __getitem__(self, key: Key) -> Memory:
-        """Return the memory of one."""
+        """Return the memory of a shard."""
 
 
 def operations_of(
@@ -71,10 +69,10 @@ def operations_of(
     """Yield the operations of read items.
 
     Args:
-        items: grouped by file.
+        items: the items, grouped by file.
         root: the directory that files are relative to.
         targets: the memory of shards.
-        identities: of the files, some of which may be produced from others.
+        identities: identities of the files, including virtual files.
     """
     paths: dict[str, tuple[AnyPath, object]] = {}
     forms: dict[tuple[object, ...], tuple[Operation, int] | None] = {}
@@ -122,16 +120,16 @@ def item_view(buffer: np.ndarray[Any, Any], item: ReadItem) -> np.ndarray[Any, A
 
 
 def _form(item: ReadItem, to: np.dtype[Any]) -> tuple[Operation, int] | None:
-    """Return what items of equal boxes have in common; None if they have no element.
+    """Return the common result for items with equal boxes; None if the boxes are empty.
 
     Returns:
-        the operation of a stored box at the start of a file and of a fragment at the start of memory, and the bytes
-        from the first to the last element in memory.
+        the operation for a stored box at the start of a file and a fragment at the start of memory, and the number of
+        bytes from the first to the last element in memory.
     """
     stored, dtype = item.stored, numpy_dtype(item.stored.dtype)
     sources, source = _placed(stored.shape, stored.part, dtype.itemsize)
-    wanted, target = _placed(item.shape, item.part, to.itemsize)
-    strides = sources, _by_stored_axis(item, wanted)
+    targets, target = _placed(item.shape, item.part, to.itemsize)
+    strides = sources, _by_stored_axis(item, targets)
     like = strided(Path(), source, stored.part.shape, strides, (dtype, to), target, None)
     return None if like is None else (like, like.reach)
 
@@ -143,7 +141,7 @@ def _placed(shape: Shape, part: Box, width: int) -> tuple[Sizes, int]:
 
 
 def _by_stored_axis(item: ReadItem, strides: Sizes) -> Sizes:
-    """Return the target strides in the order of the stored axes; 0 where the target lacks an axis, of length one."""
+    """Return the target strides in the order of the stored axes; 0 for an axis of length one that the target lacks."""
     by_axis = dict(zip(item.axes, strides, strict=True))
     return tuple(by_axis.get(axis, 0) for axis in range(len(item.stored.shape)))
 
@@ -158,7 +156,7 @@ class DivisibleSlot(Protocol):
 
     @property
     def elements(self) -> int:
-        """Number of elements that can be cut anywhere; 0 if the slot must be filled as a whole."""
+        """Number of elements of a slot that can be cut anywhere; 0 if it must be filled at once."""
 
     def part(self, start: int, stop: int) -> Any:
         """Return the slot of a range of elements."""
@@ -167,12 +165,12 @@ class DivisibleSlot(Protocol):
 def cut_large_shards(
     items: tuple[ReadItem, ...], slots: Mapping[Key, Any], most: int
 ) -> tuple[tuple[ReadItem, ...], Mapping[Key, Any]]:
-    """Return the items and slots of a load in which large shards are replaced by their pieces.
+    """Replace large shards by pieces, in the items and slots of a load.
 
     Args:
         items: the reads.
         slots: memory by role and full name.
-        most: maximum bytes of a piece; a larger row is one piece.
+        most: maximum bytes of a piece; at least one row.
     """
     large = {
         key: slot
@@ -214,7 +212,7 @@ def _follows_the_file(item: ReadItem) -> bool:
 
 
 def _cut_points(fragments: list[_Fragment], size: int, most: int) -> list[int]:
-    """Return the ends of pieces of at most ``most`` elements, or of one row; no fragment is cut inside a row."""
+    """Return the bounds of pieces of at most ``most`` elements, or of one row; no fragment is cut inside a row."""
     points = [0]
     while size - points[-1] > most:
         points.append(_between_rows(fragments, points[-1], points[-1] + most))
@@ -222,7 +220,7 @@ def _cut_points(fragments: list[_Fragment], size: int, most: int) -> list[int]:
 
 
 def _between_rows(fragments: list[_Fragment], low: int, point: int) -> int:
-    """Return the last end of a row that is behind ``low`` and not behind ``point``; else the first one behind it."""
+    """Return the last end of a row after ``low`` and up to ``point``; if there is none, the first one after it."""
     index = bisect_right(fragments, point, key=lambda fragment: fragment[0]) - 1
     if index < 0:
         return point
@@ -235,12 +233,12 @@ def _between_rows(fragments: list[_Fragment], low: int, point: int) -> int:
 
 
 def _within(item: ReadItem, low: int, high: int) -> Iterator[ReadItem]:
-    """Yield what an item fills of a piece, in the piece's coordinates.
+    """Yield the parts of an item that fill a piece of the shard, in the piece's coordinates.
 
     Args:
-        item: fills a part of the shard.
-        low: index of the first element of the piece.
-        high: index behind its last.
+        item: an item of the shard.
+        low: index of the piece's first element.
+        high: index after its last element.
     """
     begin, end = max(low - item.start, 0), min(high - item.start, math.prod(item.shape))
     if begin >= end:
@@ -261,18 +259,18 @@ def _within(item: ReadItem, low: int, high: int) -> Iterator[ReadItem]:
 _HASHED_BYTES = 16 << 20
 """Bytes of a range that are read and hashed at a time."""
 _MIN_PIECE_BYTES = 1 << 20
-"""Large shards of a device are not cut into smaller pieces than this."""
+"""Minimum size of the pieces of large device shards."""
 
 
 class Slot(Protocol):
-    """The memory of one wanted shard."""
+    """The memory of one target shard."""
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the host array that is filled instead of the shard; 0 if the shard is filled in place."""
 
     def open(self) -> Memory:
-        """Return memory of the shard's dtype and size, to be filled."""
+        """Return memory of the shard's dtype and size to fill."""
 
     def close(self) -> None:
         """Start to copy the full host array to the shard."""
@@ -296,12 +294,12 @@ def execute_reads(
         root: the directory that the plan's files are relative to.
         slots: memory by role and full name.
         options: threads and staging memory.
-        identities: identities of the checked files; a replaced file is refused.
+        identities: identities of the checked files; reading a replaced file raises an error.
         blocks: the blocks that are hashed while they are read.
     Returns:
         bytes read from storage.
     Raises:
-        Corrupt, StorageError: a read failed; reading stops, threads are joined, targets hold an undefined mixture.
+        Corrupt, StorageError: a read failed. All threads have stopped, and targets are undefined.
     """
     room = options.host_copy_bytes
     items, slots = cut_large_shards(plan.items, slots, max(room // 2, _MIN_PIECE_BYTES))
@@ -310,7 +308,7 @@ def execute_reads(
     try:
         with ReadPool(options, identities) as pool:
             for group, size in _groups(items, slots, room // 2):
-                # While a group is read, the host arrays of the previous one are copied to the device, if both fit.
+                # While a group is read, the previous one is copied to the device, unless both exceed the memory.
                 if size_before + size > room:
                     before.finish_copy()
                 targets = _Targets(slots)
@@ -321,7 +319,7 @@ def execute_reads(
                 before.finish_copy()
                 before, size_before = targets, size
     finally:
-        # No copy may be under way from memory that is released.
+        # Copies must be done before their memory is released.
         before.finish_copy()
         targets.finish_copy()
     return count
@@ -330,7 +328,7 @@ def execute_reads(
 def _groups(items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], room: int) -> Iterator[tuple[list[ReadItem], int]]:
     """Yield groups of items that are read together, and the bytes of their host arrays.
 
-    All items that are filled in place are one group; the others are grouped by the memory that is available.
+    All items that are filled in place form one group; the others are grouped by available memory.
     """
     if not any(slot.host_bytes for slot in slots.values()):
         yield list(items), 0
@@ -350,7 +348,7 @@ def _groups(items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], room: int) -
 
 
 def batches(values: Iterable[_T], size_of: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
-    """Group successive values whose sizes are at most ``most`` together; a larger one is alone."""
+    """Group successive values with a total size of at most ``most``; a larger value is a group of its own."""
     batch: list[_T] = []
     used = 0
     for value in values:
@@ -382,12 +380,12 @@ class _Targets:
         return found
 
     def close(self) -> None:
-        """Close all open slots: their host arrays are full."""
+        """Close all open slots, whose host arrays are full."""
         for key in self._open:
             self._slots[key].close()
 
     def finish_copy(self) -> None:
-        """Settle the open slots, once each."""
+        """Wait for the copies of all open slots."""
         for key in self._open:
             self._slots[key].finish_copy()
         self._open.clear()
@@ -405,9 +403,9 @@ def verify_equal(
         checks: pairs of ranges that must be equal.
         root: the directory that files are relative to.
         options: threads and staging memory.
-        identities: identities of the checked files; a replaced file is refused.
+        identities: identities of the checked files; reading a replaced file raises an error.
     Raises:
-        MismatchError: naming every pair that differs.
+        MismatchError: names every pair that differs.
     """
     sides = (side for check in checks for side in (check.left, check.right))
     check_digests_equal(checks, digests_of(sides, root, options, identities), root)
@@ -416,7 +414,7 @@ def verify_equal(
 def digests_of(
     parts: Iterable[StoredPart], root: AnyPath, options: ReadOptions, identities: Identities
 ) -> dict[StoredPart, bytes]:
-    """Return the digest of every distinct range; the arguments are those of :func:`verify_equal`."""
+    """Return the digest of every distinct range; see :func:`verify_equal` for the arguments."""
     found: dict[StoredPart, bytes] = {}
     with ReadPool(options, identities) as pool:
         for part in dict.fromkeys(parts):
@@ -437,7 +435,7 @@ def read_in_order(pool: ReadPool, root: AnyPath, part: StoredPart, most_bytes: i
 def read_parts(
     pool: ReadPool, root: AnyPath, parts: Sequence[StoredPart], blocks: Blocks = NO_BLOCKS
 ) -> tuple[list[np.ndarray[Any, Any]], int]:
-    """Read ranges into arrays of their own, in their stored shape and dtype; return also the bytes read."""
+    """Read each range into a new array in its stored shape and dtype; also return the number of bytes read."""
     arrays = [np.empty(part.part.volume, numpy_dtype(part.dtype)) for part in parts]
     targets = {("", str(number)): Memory.of(array) for number, array in enumerate(arrays)}
     items = [_as_item(part, str(number)) for number, part in enumerate(parts)]
@@ -452,11 +450,11 @@ def _as_item(part: StoredPart, name: str) -> ReadItem:
 
 
 def check_digests_equal(checks: Iterable[EqualCheck], digests: Mapping[StoredPart, bytes], root: AnyPath) -> None:
-    """Refuse checks whose sides have different digests.
+    """Check that both sides of every check have equal digests.
 
     Raises:
-        Diverged: lists every pair that differs; copies of a tied tensor are among them.
-        MismatchError: the same, for numbers that are stored several times.
+        Diverged: lists every pair that differs, including copies of a tied tensor.
+        MismatchError: lists every pair that differs, only numbers that are stored several times.
     """
     unequal = [check for check in checks if digests[check.left] != digests[check.right]]
     if unequal:
@@ -466,12 +464,12 @@ def check_digests_equal(checks: Iterable[EqualCheck], digests: Mapping[StoredPar
             where=str(root),
             evidence=[f"{check.name}: {check.left.file} and {check.right.file} differ" for check in unequal],
             next_step=f"Copies of a tied tensor, or of one number, were saved with different values. {CHOOSE_COPY} "
-            "Of open weights, correct tie_word_embeddings in config.json, or fetch the files again.",
+            "For open weights, correct tie_word_embeddings in config.json, or download the files again.",
         )
 
 
 class ArraySlot(msgspec.Struct):
-    """A slot that is a numpy array of its own.
+    """A slot that is a numpy array.
 
     Args:
         array: one-dimensional, of the shard's dtype and size.
@@ -485,22 +483,22 @@ class ArraySlot(msgspec.Struct):
         return Memory.of(self.array)
 
     def close(self) -> None:
-        """Do nothing: there is no host array."""
+        """Do nothing, because there is no host array."""
 
     def finish_copy(self) -> None:
-        """Do nothing: there is no copy."""
+        """Do nothing, because there is no copy."""
 
 
 def fill_arrays(
     pool: ReadPool, root: AnyPath, items: Sequence[ReadItem], arrays: Mapping[Key, np.ndarray[Any, Any]]
 ) -> int:
-    """Read whole tensors into memory of the caller, and return the bytes read from storage.
+    """Read complete tensors into arrays of the caller, and return the bytes read from storage.
 
     Args:
         pool: the threads.
         root: the catalog's directory.
         items: the items of these tensors, grouped by file.
-        arrays: a flat array of its dtype and size for every tensor, by role and name.
+        arrays: for every tensor a flat array of its dtype and size, by role and name.
     """
     targets = {key: Memory.of(array) for key, array in arrays.items()}
     return pool.run(operations_of(items, root, targets, pool.identities))

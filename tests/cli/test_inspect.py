@@ -117,7 +117,7 @@ def test_a_pattern_without_matches_is_refused_with_similar_names(four: Path, pat
     outcome = run("inspect", four, pattern, "--json")
     assert outcome.code == 2
     assert outcome.document["what"] == f"No stored tensor matches {pattern!r}."
-    assert f"must match the whole name; write '*{pattern.strip('*')}*'" in outcome.document["next_step"]
+    assert f"must match the complete name; write '*{pattern.strip('*')}*'" in outcome.document["next_step"]
     evidence = outcome.document["evidence"]
     assert bool(evidence) is bool(near)
     assert all(name in evidence[0] for name in near)
