@@ -162,7 +162,7 @@ _UNDEFINED = "_flex_undefined"
 
 
 @contextmanager
-def until_filled(model: Any, directory: AnyPath) -> Iterator[None]:
+def mark_undefined_until_loaded(model: Any, directory: AnyPath) -> Iterator[None]:
     """Context manager around a load that fills a model; the model stays marked as undefined if the load fails.
 
     Args:

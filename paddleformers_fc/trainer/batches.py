@@ -24,7 +24,7 @@ from paddleformers_fc.trainer.library import (
     MappingBatchSampler,
     MappingDistributedBatchSampler,
 )
-from paddleformers_fc.trainer.position import Pace, Position, SampleOrder, Start, pace_of, passes_of
+from paddleformers_fc.trainer.position import BatchSizes, Position, SampleOrder, Start, batch_sizes_of, passes_of
 
 _SKIPPING = (MappingBatchSampler, MappingDistributedBatchSampler, DistributedBatchSampler)
 _NOTHING = object()
@@ -61,7 +61,7 @@ def passes_of_epoch(loader: Any, length: int | None) -> int | None:
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(sampler, MappingDistributedBatchSampler):
         return length
-    return passes_of(sampler.total_size, Pace(sampler.batch_size, 1, sampler.nranks), sampler.drop_last)
+    return passes_of(sampler.total_size, BatchSizes(sampler.batch_size, 1, sampler.nranks), sampler.drop_last)
 
 
 def receives_batches(loader: Any) -> bool:
@@ -348,7 +348,7 @@ class PositionTracker:
 
     def _count(self, args: Any, state: Any, waiting: int) -> None:
         begin = self._epoch_begin
-        trained = (state.global_step - self._step_at_epoch_begin) * pace_of(args).per_step
+        trained = (state.global_step - self._step_at_epoch_begin) * batch_sizes_of(args).per_step
         self.position = Position(begin.epoch, begin.samples + trained, begin.consumed + trained, waiting)
         self._counted = state.global_step
         state.consumed_samples = self.position.consumed
@@ -357,7 +357,7 @@ class PositionTracker:
     def _set_epoch(self, args: Any, state: Any) -> None:
         """Set the epoch of a resumed run; the loop assumes that the run started at the first batch of an epoch."""
         if self._resumed:
-            pace = pace_of(args)
+            pace = batch_sizes_of(args)
             # PaddleFormers assumes that an epoch of unknown length is as long as the run.
             passes = self._passes or state.max_steps * pace.accumulation
             length = passes * pace.per_pass if self.order == self._own_order else self.order.length

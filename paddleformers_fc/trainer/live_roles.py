@@ -129,7 +129,7 @@ def static_names(context: Any) -> set[str]:
     return set(context.buffer_manager.param_to_buffer_id)
 
 
-def forget_gathered(context: Any) -> None:
+def _forget_gathered(context: Any) -> None:
     """Mark all gathered parameters as stale, so that they are gathered again after the buffers are filled."""
     context.comm_manager.reset_params_buffer_status()
 
@@ -192,7 +192,7 @@ def release_full_parameters(model: Any) -> None:
     """Release gathered parameters before this rank's slices and buffers are filled. Every rank must call."""
     context = context_of(model)
     if context is not None:
-        forget_gathered(context)
+        _forget_gathered(context)
     # Also parameters that no checkpoint fills: the zeros that PaddleFormers allocates would overwrite their slices.
     optimizers.release(model.parameters())
 

@@ -176,7 +176,7 @@ def _choose(args: Any, requested: str | bool | None, search: resume.Search) -> r
     if not requested:
         return None
     if requested is True:
-        return resume.newest_or_refuse(search)
+        return resume.require_newest(search)
     return resume.open_named(parse_named(requested), args.flex_verify, search)
 
 
@@ -300,7 +300,7 @@ def _fill_chosen(session: Session, choice: resume.Choice, timer: PhaseTimer) -> 
             _identify_run(session, ready.checkpoint.manifest, session.run.chosen)
             touched = (touched or set()) | ready.load.targets
             shown = shown_in_training(f"loading {directory.name}", session.args.should_log)
-            with _verifying(), base_fingerprint.until_filled(model, directory), shown:
+            with _verifying(), base_fingerprint.mark_undefined_until_loaded(model, directory), shown:
                 return ready, ready.load.fill()
         except _VerificationError as failed:
             error = failed.__cause__
@@ -309,7 +309,7 @@ def _fill_chosen(session: Session, choice: resume.Choice, timer: PhaseTimer) -> 
             timer.end("read")
             damaged[choice.path] = why = error.in_one_line()
         search.warn(f"{choice.path} fails verification and is skipped: {why}")
-        choice = resume.newest_or_refuse(search, damaged)
+        choice = resume.require_newest(search, damaged)
 
 
 def _check_overwrites(ready: _PreparedLoad, touched: set[Key], channel: Channel) -> None:
@@ -573,7 +573,7 @@ def inner_training_loop(
     saved, is_continued = _saved_data(session.run), session.run.progress is not None
     order, passes = _data(session, train_dataloader, len_dataloader, saved)
     if isinstance(saved, position.StepPosition):
-        saved = saved.under(position.pace_of(args, passes), order, passes, args.dataloader_drop_last)
+        saved = saved.under(position.batch_sizes_of(args, passes), order, passes, args.dataloader_drop_last)
 
     def check() -> tuple[list[str], str]:
         return _check_training(session), "" if saved is None else _changes(session, saved, order, passes)
@@ -632,7 +632,7 @@ def _uploading(session: Session) -> Iterator[None]:
     if session.uploads is None:
         yield
         return
-    with session.uploads.followed():
+    with session.uploads.draining():
         yield
     output = session.run.output
     if output.saved is not None:
@@ -704,7 +704,7 @@ def _start(
     args = session.args
     if saved is None:
         return position.Start(position.Position(), 0)
-    pace = position.pace_of(args, passes)
+    pace = position.batch_sizes_of(args, passes)
     if args.ignore_data_skip:
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
     pipeline = args.pipeline_model_parallel_size > 1
@@ -721,7 +721,7 @@ def _changes(session: Session, saved: position.SavedData, order: position.Sample
     if loaded is None or loaded.progress is None or not args.should_log:
         return ""
     done, old_pace, old_order = saved
-    pace, skips = position.pace_of(args, passes), done.samples > 0 and not args.ignore_data_skip
+    pace, skips = position.batch_sizes_of(args, passes), done.samples > 0 and not args.ignore_data_skip
     streams = not order.indexed and skips
     arguments = loaded.progress.arguments, documents.own_arguments(args, session.trainer.optimizer)
     if skips:
@@ -745,7 +745,7 @@ def _load_best(session: Session, directory: Path) -> None:
     terms = LoadTerms(may_change=args.flex_allow_config_changes, may_cast=args.flex_allow_casts)
     load = prepare_load(checkpoint, roles, describe_model(model), channel, read_options(args), terms)
     shown = shown_in_training(f"loading {directory.name}", args.should_log)
-    with base_fingerprint.until_filled(model, directory), shown:
+    with base_fingerprint.mark_undefined_until_loaded(model, directory), shown:
         load.fill()
     if args.should_log:
         logger.info(f"The model now has the weights of its best checkpoint, {directory}.")

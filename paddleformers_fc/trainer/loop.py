@@ -404,7 +404,7 @@ def load(
     options = ReadOptions(threads=threads, replicas="auto", hosts=hosts_of_ranks())
     if opened.format.canonical and isinstance(source, StateDict):
         weights = run_on_all(channel, "describing the model", partial(_weights_only, source, path))
-        with base_fingerprint.until_filled(source.model, path):
+        with base_fingerprint.mark_undefined_until_loaded(source.model, path):
             return prepare_weights(path, weights, described, channel, options, verify, timer).fill()
     # The same on all ranks, because open_sent has compared their descriptions.
     checkpoint, described = _aligned(opened, with_rules(described, tensors), is_by_name(described), aoa_config)
@@ -418,7 +418,7 @@ def load(
     load = prepare_load(checkpoint, roles, described, channel, options, terms, timer)
     if optimizer is not None and optimizers.has_states(optimizer) and not load.wanted & {*_STATES}:
         raise _missing_states(path, optimizer)
-    with base_fingerprint.until_filled(source.model, path):
+    with base_fingerprint.mark_undefined_until_loaded(source.model, path):
         return load.fill()
 
 

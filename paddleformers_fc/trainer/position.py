@@ -64,7 +64,7 @@ class SampleOrder:
 
 
 @dataclass(frozen=True)
-class Pace:
+class BatchSizes:
     """The batch sizes of a run.
 
     Args:
@@ -109,7 +109,7 @@ class Position:
     ended: bool = False
 
 
-def pace_of(args: Any, passes: int | None = None) -> Pace:
+def batch_sizes_of(args: Any, passes: int | None = None) -> BatchSizes:
     """Return the batch sizes of a run.
 
     Args:
@@ -119,10 +119,10 @@ def pace_of(args: Any, passes: int | None = None) -> Pace:
     accumulation = args.gradient_accumulation_steps
     if passes:
         accumulation = min(accumulation, passes)
-    return Pace(args.per_device_train_batch_size, accumulation, args.dataset_world_size)
+    return BatchSizes(args.per_device_train_batch_size, accumulation, args.dataset_world_size)
 
 
-def to_document(position: Position, pace: Pace, order: SampleOrder) -> dict[str, Any]:
+def to_document(position: Position, pace: BatchSizes, order: SampleOrder) -> dict[str, Any]:
     """Encode a position for a checkpoint; :func:`from_document` reads it."""
     return {"position": asdict(position), "pace": asdict(pace), "order": {**asdict(order), "parts": list(order.parts)}}
 
@@ -131,11 +131,11 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
     """The type of the result of :func:`to_document`."""
 
     position: Position
-    pace: Pace
+    pace: BatchSizes
     order: SampleOrder
 
 
-SavedData = tuple[Position, Pace, SampleOrder]
+SavedData = tuple[Position, BatchSizes, SampleOrder]
 """A position, with the batch sizes and the order of the run that saved it."""
 
 
@@ -150,9 +150,9 @@ class StepPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     steps: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
     consumed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-    pace: _SavedPace | None
+    pace: _SavedBatchSizes | None
 
-    def under(self, pace: Pace, order: SampleOrder, passes: int | None, drop_last: bool = False) -> SavedData:
+    def under(self, pace: BatchSizes, order: SampleOrder, passes: int | None, drop_last: bool = False) -> SavedData:
         """Return the position in the data of this run, as PaddleFormers computes it from steps.
 
         Args:
@@ -161,7 +161,7 @@ class StepPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             passes: forward passes per rank in an epoch of this run; None if unknown, as for a stream.
             drop_last: whether both runs drop a last batch that is not full.
         """
-        old = pace if self.pace is None else Pace(**msgspec.structs.asdict(self.pace))
+        old = pace if self.pace is None else BatchSizes(**msgspec.structs.asdict(self.pace))
         if not order.indexed or passes is None:
             return Position(0, self.steps * old.per_step, self.consumed), old, order
         if old.ranks != pace.ranks and order.samples:
@@ -171,8 +171,8 @@ class StepPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Position(epoch, steps * old.per_step, self.consumed), old, order
 
 
-class _SavedPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A :class:`Pace` with positive numbers."""
+class _SavedBatchSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A :class:`BatchSizes` with positive numbers."""
 
     micro_batch: _Size
     accumulation: _Size
@@ -223,8 +223,8 @@ class Start:
 
 
 def start_after(
-    saved: tuple[Position, Pace, SampleOrder],
-    pace: Pace,
+    saved: tuple[Position, BatchSizes, SampleOrder],
+    pace: BatchSizes,
     order: SampleOrder,
     passes: int | None,
     pipeline: bool = False,
@@ -273,7 +273,7 @@ def start_after(
     return Start(position, done, rest)
 
 
-def passes_of(length: int, pace: Pace, drop_last: bool = False) -> int:
+def passes_of(length: int, pace: BatchSizes, drop_last: bool = False) -> int:
     """Return the number of forward passes of every data rank in an epoch of this length."""
     full, left = divmod(length // pace.ranks, pace.micro_batch)
     return full + (left > 0 and not drop_last)
@@ -300,7 +300,7 @@ def _same_samples(old: SampleOrder, new: SampleOrder) -> bool:
     return old.corpus == new.corpus if old.corpus else old.samples == new.samples
 
 
-def _without_waiting(position: Position, pace: Pace) -> Position:
+def _without_waiting(position: Position, pace: BatchSizes) -> Position:
     """Return the position before the waiting batches."""
     waiting = position.waiting * pace.per_pass
     return replace(position, samples=position.samples - waiting, consumed=position.consumed - waiting, waiting=0)
@@ -418,7 +418,7 @@ def check_same_samples(saved: Mapping[str, Any], now: Mapping[str, Any], where: 
         )
 
 
-def batch_changes(saved: Pace, now: Pace) -> list[Change]:
+def batch_changes(saved: BatchSizes, now: BatchSizes) -> list[Change]:
     """Compare batch sizes. If the number of data-parallel ranks differs, compare the global batch only."""
     rows = [("samples per step", saved.per_step, now.per_step)]
     if saved.per_step != now.per_step or saved.ranks == now.ranks:
@@ -430,7 +430,7 @@ def batch_changes(saved: Pace, now: Pace) -> list[Change]:
     return [Change(key, value_text(old), value_text(new)) for key, old, new in rows if old != new]
 
 
-def length_changes(saved: tuple[SampleOrder, Pace], now: tuple[SampleOrder, Pace]) -> list[Change]:
+def length_changes(saved: tuple[SampleOrder, BatchSizes], now: tuple[SampleOrder, BatchSizes]) -> list[Change]:
     """Compare the lengths of the data, which are rounded to the number of data-parallel ranks."""
     (old, old_pace), (new, new_pace) = saved, now
     known = old.indexed and new.indexed and old.length and new.length and old_pace.ranks == new_pace.ranks

@@ -208,7 +208,7 @@ def _fill(
     own_statements.adopt(model, channel)
     described = described or run_on_all(channel, _READING, lambda: _read_description(model, source))
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
-    with base_fingerprint.until_filled(model, source):
+    with base_fingerprint.mark_undefined_until_loaded(model, source):
         report = load.fill()
     documents.take_over(model, *described)
     kept = all_gather_checked(channel, "reporting what was loaded", lambda: list(report.fresh), list[str])
@@ -249,7 +249,7 @@ def _fill_adapters(
     """Fill the adapters of a model. The base, its configuration and its mapping stay."""
     adapter_checks.check_supported(model, channel)
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
-    with base_fingerprint.until_filled(model, source):
+    with base_fingerprint.mark_undefined_until_loaded(model, source):
         return load.fill()
 
 

@@ -319,7 +319,7 @@ def _kind_of(directory: Path) -> str:
     return f"has no {MANIFEST_NAME}" if found is None else found.predicate
 
 
-def newest_or_refuse(search: Search, unusable: Mapping[Path, str] | None = None) -> Choice:
+def require_newest(search: Search, unusable: Mapping[Path, str] | None = None) -> Choice:
     """Open the checkpoint of a run that must resume. Every rank must call.
 
     Args:

@@ -317,7 +317,7 @@ def _capture_files(session: Session) -> Encode:
     if dist.get_rank() == 0:
         identity = position.digest(trainer.train_dataset, position.covered(tracker.position, tracker.order))
         order = replace(tracker.order, corpus=identity)
-        data = position.to_document(tracker.position, position.pace_of(args), order)
+        data = position.to_document(tracker.position, position.batch_sizes_of(args), order)
         captured |= documents.capture_progress(trainer, data)
         if session.reference is not None:
             about = {"contents": dict(session.reference)}

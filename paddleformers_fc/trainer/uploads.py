@@ -260,7 +260,7 @@ class Uploads:
         return self._uploader.pending()
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
+    def draining(self) -> Iterator[None]:
         """Context manager around the training loop that uploads every checkpoint before it exits. Every rank enters.
 
         Raises:

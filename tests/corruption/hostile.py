@@ -266,7 +266,7 @@ def _codec(directory: Path) -> Target:
     array = {"__array__": "<f4", "shape": [2, 2], "values": [1.0, 2.0, 3.0, 4.0]}
     state = {"step": 3, "generator": {"__tuple__": ["MT19937", array, 7]}, "loss": [0.5, None, True]}
     data = position.to_document(
-        position.Position(1, 8, 72), position.Pace(2, 2, 2), position.SampleOrder(True, 64, True, 42)
+        position.Position(1, 8, 72), position.BatchSizes(2, 2, 2), position.SampleOrder(True, 64, True, 42)
     )
 
     def use(raw: bytes) -> None:

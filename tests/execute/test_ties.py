@@ -26,7 +26,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, write_manifest
-from paddleformers_fc.trainer.resume import Search, newest_or_refuse
+from paddleformers_fc.trainer.resume import Search, require_newest
 from tests.cli.support import run
 from tests.execute.simulated import job, succeed
 from verification import simulate_ranks
@@ -315,7 +315,7 @@ def test_a_diverged_checkpoint_is_never_the_newest(tmp_path: Path) -> None:
     assert (found, skipped) == (tmp_path / "checkpoint-3", tmp_path / "checkpoint-4")
     assert f"model_state {LM_HEAD} on rank 1, {EMBEDDING} on rank 0" in why
     warnings: list[str] = []
-    assert newest_or_refuse(Search(tmp_path, LocalChannel(), warnings.append)).path == tmp_path / "checkpoint-3"
+    assert require_newest(Search(tmp_path, LocalChannel(), warnings.append)).path == tmp_path / "checkpoint-3"
     assert "checkpoint-4" in warnings[0]
     assert LM_HEAD in warnings[0]
 
@@ -325,7 +325,7 @@ def test_on_several_disks_a_diverged_checkpoint_is_skipped_by_every_rank(tmp_pat
     for step, change in ((3, None), (4, flip(LM_HEAD))):
         save([place / f"checkpoint-{step}" for place in places], "pp=2", change, step=step)
     warnings: list[str] = []
-    found = succeed(2, lambda channel: newest_or_refuse(Search(places[channel.rank], channel, warnings.append)))
+    found = succeed(2, lambda channel: require_newest(Search(places[channel.rank], channel, warnings.append)))
     assert [one.path for one in found] == [place / "checkpoint-3" for place in places]
     assert LM_HEAD in warnings[0]
 
@@ -333,7 +333,7 @@ def test_on_several_disks_a_diverged_checkpoint_is_skipped_by_every_rank(tmp_pat
 def test_where_all_are_diverged_none_is_resumed_by_itself(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", "pp=2", flip(LM_HEAD))
     with pytest.raises(NotACheckpoint):
-        newest_or_refuse(Search(tmp_path, LocalChannel(), lambda _: None))
+        require_newest(Search(tmp_path, LocalChannel(), lambda _: None))
 
 
 @pytest.mark.parametrize("grid", ["pp=2", "pp=4"])

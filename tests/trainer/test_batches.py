@@ -11,7 +11,7 @@ from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler
 from paddleformers.utils.batch_sampler import MappingDistributedBatchSampler
 
 from paddleformers_fc.trainer.batches import ResumedBatches, order_of
-from paddleformers_fc.trainer.position import Pace, Position, SampleOrder, start_after
+from paddleformers_fc.trainer.position import BatchSizes, Position, SampleOrder, start_after
 
 SAMPLES = 10
 
@@ -31,8 +31,8 @@ def test_the_epochs_after_a_resumed_one_have_all_samples_though_workers_persist(
     sampler = MappingDistributedBatchSampler(Numbers(), 1, num_replicas=1, rank=0, shuffle=True, data_seed=7)
     loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
     # Three ranks have permuted 9 of the samples, and trained 6.
-    saved = (Position(0, 6, 6), Pace(1, 1, 3), SampleOrder(True, 9, True, 7, SAMPLES))
-    start = start_after(saved, Pace(1, 1, 1), order_of(loader), SAMPLES)
+    saved = (Position(0, 6, 6), BatchSizes(1, 1, 3), SampleOrder(True, 9, True, 7, SAMPLES))
+    start = start_after(saved, BatchSizes(1, 1, 1), order_of(loader), SAMPLES)
     assert start.order is not None
     batches = ResumedBatches(loader, start, True, lambda: None, lambda: None, lambda _: None)
     rest, *epochs = ([int(batch[0]) for batch in batches] for _ in range(3))
@@ -60,7 +60,7 @@ def indices_of(batches: Any) -> list[int]:
 
 
 def resumed_at(position: Position, loader: DataLoader, restore: Callable[[], None] = lambda: None) -> ResumedBatches:
-    start = start_after((position, Pace(2, 1, 1), order_of(loader)), Pace(2, 1, 1), order_of(loader), 5)
+    start = start_after((position, BatchSizes(2, 1, 1), order_of(loader)), BatchSizes(2, 1, 1), order_of(loader), 5)
     return ResumedBatches(loader, start, False, restore, lambda: None, lambda _: None)
 
 

@@ -12,21 +12,21 @@ from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import FormatError, OptionError
 from paddleformers_fc.trainer.position import (
-    Pace,
+    BatchSizes,
     Position,
     SampleOrder,
     Start,
+    batch_sizes_of,
     covered,
     epochs_left,
     from_document,
-    pace_of,
     start_after,
     to_document,
 )
 
 SHUFFLED = SampleOrder(indexed=True, length=64, shuffled=True, seed=42)
 STREAM = SampleOrder(indexed=False, length=0, shuffled=False, seed=0)
-DP2 = Pace(micro_batch=4, accumulation=1, ranks=2)
+DP2 = BatchSizes(micro_batch=4, accumulation=1, ranks=2)
 HALFWAY = Position(epoch=1, samples=24, consumed=88)
 
 
@@ -46,9 +46,9 @@ def test_a_damaged_document_is_named(document: dict[str, object]) -> None:
 
 def test_the_pace_multiplies_ranks_micro_batch_and_accumulation() -> None:
     args = SimpleNamespace(per_device_train_batch_size=3, gradient_accumulation_steps=5, dataset_world_size=2)
-    assert (pace_of(args).per_pass, pace_of(args).per_step) == (6, 30)
-    assert pace_of(args, 4).per_step == 24
-    assert pace_of(args, 6).per_step == pace_of(args, 0).per_step == 30
+    assert (batch_sizes_of(args).per_pass, batch_sizes_of(args).per_step) == (6, 30)
+    assert batch_sizes_of(args, 4).per_step == 24
+    assert batch_sizes_of(args, 6).per_step == batch_sizes_of(args, 0).per_step == 30
 
 
 def test_the_same_settings_resume_with_the_next_sample() -> None:
@@ -57,19 +57,25 @@ def test_the_same_settings_resume_with_the_next_sample() -> None:
 
 @pytest.mark.parametrize(
     ("pace", "passes"),
-    [(Pace(8, 1, 1), 3), (Pace(2, 2, 2), 6), (Pace(2, 1, 4), 3), (Pace(1, 1, 2), 12), (Pace(12, 1, 2), 1)],
+    [
+        (BatchSizes(8, 1, 1), 3),
+        (BatchSizes(2, 2, 2), 6),
+        (BatchSizes(2, 1, 4), 3),
+        (BatchSizes(1, 1, 2), 12),
+        (BatchSizes(12, 1, 2), 1),
+    ],
 )
-def test_another_global_batch_resumes_with_the_next_sample(pace: Pace, passes: int) -> None:
+def test_another_global_batch_resumes_with_the_next_sample(pace: BatchSizes, passes: int) -> None:
     assert start_after((HALFWAY, DP2, SHUFFLED), pace, SHUFFLED, 64 // pace.per_pass) == Start(HALFWAY, passes)
 
 
 def test_a_stream_is_taken_up_by_passes() -> None:
-    assert start_after((HALFWAY, DP2, STREAM), Pace(1, 1, 2), STREAM, None) == Start(HALFWAY, 12)
+    assert start_after((HALFWAY, DP2, STREAM), BatchSizes(1, 1, 2), STREAM, None) == Start(HALFWAY, 12)
 
 
 def test_passes_that_are_left_of_an_epoch_are_made_though_they_are_too_few_for_a_step() -> None:
     last = Position(epoch=1, samples=56, consumed=120)
-    assert start_after((last, DP2, SHUFFLED), Pace(4, 2, 2), SHUFFLED, 8) == Start(last, 7)
+    assert start_after((last, DP2, SHUFFLED), BatchSizes(4, 2, 2), SHUFFLED, 8) == Start(last, 7)
 
 
 WAITING = Position(epoch=1, samples=24, consumed=88, waiting=2)
@@ -90,8 +96,10 @@ def test_batches_that_wait_do_so_again_in_a_pipeline_of_the_same_pace() -> None:
     assert start_after((WAITING, DP2, SHUFFLED), DP2, SHUFFLED, 8, pipeline=True) == Start(WAITING, 3)
 
 
-@pytest.mark.parametrize(("pace", "pipeline", "passes"), [(DP2, False, 1), (Pace(2, 1, 2), True, 2)])
-def test_where_batches_cannot_wait_a_run_resumes_at_the_first_of_them(pace: Pace, pipeline: bool, passes: int) -> None:
+@pytest.mark.parametrize(("pace", "pipeline", "passes"), [(DP2, False, 1), (BatchSizes(2, 1, 2), True, 2)])
+def test_where_batches_cannot_wait_a_run_resumes_at_the_first_of_them(
+    pace: BatchSizes, pipeline: bool, passes: int
+) -> None:
     start = start_after((WAITING, DP2, SHUFFLED), pace, SHUFFLED, 64 // pace.per_pass, pipeline=pipeline)
     assert start == Start(Position(epoch=1, samples=8, consumed=72), passes)
 
@@ -108,22 +116,22 @@ def test_an_epoch_with_no_pass_left_is_over() -> None:
 
 
 def test_the_beginning_of_an_epoch_may_be_resumed_with_anything() -> None:
-    start = start_after((Position(2, 0, 128), DP2, SHUFFLED), Pace(5, 1, 3), STREAM, None)
+    start = start_after((Position(2, 0, 128), DP2, SHUFFLED), BatchSizes(5, 1, 3), STREAM, None)
     assert start == Start(Position(2, 0, 128), 0)
 
 
 @pytest.mark.parametrize(
     ("pace", "order", "evidence"),
     [
-        (Pace(5, 1, 1), SHUFFLED, "read 5 per pass"),
-        (Pace(1, 1, 5), SHUFFLED, "read 5 per pass"),
+        (BatchSizes(5, 1, 1), SHUFFLED, "read 5 per pass"),
+        (BatchSizes(1, 1, 5), SHUFFLED, "read 5 per pass"),
         (DP2, replace(SHUFFLED, seed=43), "seed was 42 and is 43"),
         (DP2, replace(SHUFFLED, length=63), "64 samples were shuffled and 63 are now"),
         (DP2, SampleOrder(True, 64, False, 0), "dataloader_shuffle was true and is false"),
         (DP2, STREAM, "was a map and is a stream now"),
     ],
 )
-def test_data_that_comes_otherwise_is_refused(pace: Pace, order: SampleOrder, evidence: str) -> None:
+def test_data_that_comes_otherwise_is_refused(pace: BatchSizes, order: SampleOrder, evidence: str) -> None:
     with pytest.raises(OptionError) as caught:
         start_after((HALFWAY, DP2, SHUFFLED), pace, order, 8)
     assert any(evidence in line for line in caught.value.evidence)
@@ -134,7 +142,7 @@ ODD = replace(SHUFFLED, length=66, samples=67)
 
 
 def test_the_rest_of_an_epoch_is_read_in_the_saved_order_if_other_ranks_round_its_length_otherwise() -> None:
-    alone, four = Pace(8, 1, 1), Pace(2, 1, 4)
+    alone, four = BatchSizes(8, 1, 1), BatchSizes(2, 1, 4)
     now = replace(ODD, length=67)
     start = start_after((HALFWAY, DP2, ODD), alone, now, 9)
     assert start == Start(HALFWAY, 3, replace(now, parts=(66,)))
@@ -149,10 +157,12 @@ def test_the_rest_of_an_epoch_is_read_in_the_saved_order_if_other_ranks_round_it
 
 def test_an_epoch_in_the_saved_order_is_over_when_no_rank_has_a_pass_left() -> None:
     last = Position(epoch=1, samples=64, consumed=128)
-    saved = (last, Pace(8, 1, 1), replace(ODD, length=67))
-    assert start_after(saved, Pace(32, 1, 2), ODD, 3).passes == 1
-    assert start_after(saved, Pace(64, 1, 1), replace(ODD, length=66), 1) == Start(last, 1, replace(ODD, length=67))
-    assert start_after(saved, Pace(1, 1, 64), replace(ODD, length=64), 1) == Start(Position(2, 0, 128), 0)
+    saved = (last, BatchSizes(8, 1, 1), replace(ODD, length=67))
+    assert start_after(saved, BatchSizes(32, 1, 2), ODD, 3).passes == 1
+    assert start_after(saved, BatchSizes(64, 1, 1), replace(ODD, length=66), 1) == Start(
+        last, 1, replace(ODD, length=67)
+    )
+    assert start_after(saved, BatchSizes(1, 1, 64), replace(ODD, length=64), 1) == Start(Position(2, 0, 128), 0)
 
 
 INDEXED = SampleOrder(True, 64, True, 42, samples=64, corpus="of 64")
@@ -187,7 +197,7 @@ def test_a_corpus_that_is_distributed_to_other_samples_is_refused(shuffled: bool
 def test_a_length_beyond_the_data_is_not_permuted() -> None:
     forged = replace(ODD, length=2**60)
     with pytest.raises(OptionError, match="do not fit"):
-        start_after((HALFWAY, DP2, forged), Pace(2, 1, 4), replace(ODD, length=64), 8)
+        start_after((HALFWAY, DP2, forged), BatchSizes(2, 1, 4), replace(ODD, length=64), 8)
 
 
 def test_unshuffled_data_needs_the_identity_of_what_was_trained_and_shuffled_data_of_all() -> None:
@@ -201,7 +211,7 @@ def test_parts_of_an_order_that_overlap_are_refused() -> None:
         from_document(document, "data.json")
 
 
-def in_steps(steps: int, pace: Pace) -> Any:
+def in_steps(steps: int, pace: BatchSizes) -> Any:
     """The position that a checkpoint of another format has."""
     document = {"steps": steps, "consumed": steps * pace.per_step, "pace": asdict(pace)}
     return from_document(document, "data.json")
@@ -212,11 +222,11 @@ def test_steps_of_another_batch_size_leave_out_the_last_batch_as_the_saved_run_d
     drop_last: bool, position: Position
 ) -> None:
     order = SampleOrder(True, 15, True, 42, samples=15)
-    assert in_steps(4, Pace(4, 1, 1)).under(Pace(2, 1, 1), order, 8, drop_last)[0] == position
+    assert in_steps(4, BatchSizes(4, 1, 1)).under(BatchSizes(2, 1, 1), order, 8, drop_last)[0] == position
 
 
 def test_the_rest_of_an_epoch_of_steps_has_the_order_of_the_ranks_that_saved_them() -> None:
-    alone, two = Pace(2, 1, 1), Pace(2, 1, 2)
+    alone, two = BatchSizes(2, 1, 1), BatchSizes(2, 1, 2)
     order = SampleOrder(True, 13, True, 42, samples=13)
     start = start_after(in_steps(2, two).under(alone, order, 7), alone, order, 7)
     assert (start.position, start.order) == (Position(0, 8, 8), replace(order, parts=(12,)))
@@ -229,7 +239,7 @@ def test_the_rest_of_an_epoch_of_steps_has_the_order_of_the_ranks_that_saved_the
 def test_data_of_another_size_is_refused_though_its_length_is_rounded(samples: int) -> None:
     now = replace(ODD, length=64, samples=samples)
     with pytest.raises(OptionError, match="do not fit"):
-        start_after((HALFWAY, DP2, ODD), Pace(2, 1, 4), now, 8)
+        start_after((HALFWAY, DP2, ODD), BatchSizes(2, 1, 4), now, 8)
 
 
 def test_unshuffled_data_may_have_grown() -> None:
@@ -238,11 +248,11 @@ def test_unshuffled_data_may_have_grown() -> None:
 
 
 @given(
-    old=st.builds(Pace, st.integers(1, 6), st.integers(1, 3), st.integers(1, 4)),
-    new=st.builds(Pace, st.integers(1, 6), st.integers(1, 3), st.integers(1, 4)),
+    old=st.builds(BatchSizes, st.integers(1, 6), st.integers(1, 3), st.integers(1, 4)),
+    new=st.builds(BatchSizes, st.integers(1, 6), st.integers(1, 3), st.integers(1, 4)),
     steps=st.integers(1, 10),
 )
-def test_no_sample_is_repeated_or_lost(old: Pace, new: Pace, steps: int) -> None:
+def test_no_sample_is_repeated_or_lost(old: BatchSizes, new: BatchSizes, steps: int) -> None:
     trained = steps * old.per_step
     order = SampleOrder(True, trained + 1000, True, 1)
     saved = (Position(0, trained, trained), old, order)

@@ -14,7 +14,7 @@ from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.trainer import lineage, resume
-from paddleformers_fc.trainer.resume import Choice, Search, find_newest, newest_or_begin, newest_or_refuse, open_named
+from paddleformers_fc.trainer.resume import Choice, Search, find_newest, newest_or_begin, open_named, require_newest
 from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.trainer.test_rotation import WEIGHTS, make_checkpoint
 
@@ -32,7 +32,7 @@ def test_links_in_a_circle_are_passed_over_with_a_warning_that_names_the_step(tm
 
 def test_nothing_to_resume_from_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint) as caught:
-        newest_or_refuse(Search(tmp_path, LocalChannel(), pytest.fail))
+        require_newest(Search(tmp_path, LocalChannel(), pytest.fail))
     assert caught.value.where == str(tmp_path)
 
 
@@ -93,7 +93,7 @@ def opened(outputs: list[Path]) -> tuple[list[Choice], list[str], int]:
 
     def work(channel: ThreadChannel) -> tuple[Choice, int]:
         warn = (lambda _: None) if channel.rank else warnings.append
-        return newest_or_refuse(Search(outputs[channel.rank], channel, warn)), channel.exchanges
+        return require_newest(Search(outputs[channel.rank], channel, warn)), channel.exchanges
 
     choices, exchanges = zip(*succeed(len(outputs), work), strict=True)
     assert len(set(exchanges)) == 1

@@ -14,7 +14,7 @@ from paddleformers_fc.distributed.channel import LocalChannel, all_gather_checke
 from paddleformers_fc.errors import FlexError, NotACheckpoint, OptionError
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from paddleformers_fc.trainer import tiers
-from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, newest_or_refuse
+from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, require_newest
 from paddleformers_fc.trainer.rotation import LOCAL_RETENTION, delete_over_limit
 from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.harness.on_ranks import on_ranks
@@ -33,7 +33,7 @@ SIX = {"max_steps": 6, "save_steps": 3, "flex_local_steps": 1}
 # ---- The choice.
 
 
-def choose(outputs: Sequence[Path], locals: Sequence[Path], job_of: Any = newest_or_refuse) -> tuple[list[Any], Any]:
+def choose(outputs: Sequence[Path], locals: Sequence[Path], job_of: Any = require_newest) -> tuple[list[Any], Any]:
     """What every rank chooses, its warnings, and the number of exchanges."""
 
     def work(channel: ThreadChannel) -> tuple[Choice | None, list[str], int]:
@@ -104,7 +104,7 @@ def test_a_damaged_local_tier_does_not_keep_a_run_from_the_beginning(tmp_path: P
     (make_checkpoint(local, 5) / "config.json").unlink()
     assert choose([output], [local], newest_or_begin)[0] == [None]
     with pytest.raises(NotACheckpoint) as caught:
-        newest_or_refuse(Search(output, LocalChannel(), lambda _: None, local_dir=local))
+        require_newest(Search(output, LocalChannel(), lambda _: None, local_dir=local))
     assert f"{local}/checkpoint-5: " in caught.value.evidence[0]
 
 

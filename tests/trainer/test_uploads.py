@@ -218,12 +218,12 @@ def test_an_interrupt_stops_an_upload_and_the_next_start_completes_it(bucket: Bu
 
     one, path = uploads(bucket, tmp_path), make_checkpoint(tmp_path, 2)
     bucket.store.accepts = hold
-    with pytest.raises(KeyboardInterrupt), one.followed():
+    with pytest.raises(KeyboardInterrupt), one.draining():
         raise KeyboardInterrupt
     assert (steps(bucket), bucket.unfinished()) == ([], [])
     assert one.pending() == [path]
     bucket.store.accepts = lambda method, path, query: True
-    with uploads(bucket, tmp_path).followed():
+    with uploads(bucket, tmp_path).draining():
         pass
     assert bucket.files("run/checkpoint-2") == content(path)
 
@@ -231,11 +231,11 @@ def test_an_interrupt_stops_an_upload_and_the_next_start_completes_it(bucket: Bu
 def test_the_end_of_training_waits_and_raises(bucket: Bucket, tmp_path: Path) -> None:
     disks = DiskLeaders((0,), "")
     one = uploads(bucket, tmp_path)
-    with one.followed():
+    with one.draining():
         one.committed(make_checkpoint(tmp_path, 2), None, disks)
     assert steps(bucket) == ["checkpoint-2"]
     bucket.store.accepts = lambda method, path, query: False
-    with pytest.raises(StorageError, match="refused to"), one.followed():
+    with pytest.raises(StorageError, match="refused to"), one.draining():
         one.committed(make_checkpoint(tmp_path, 4), None, disks)
 
 
@@ -285,7 +285,7 @@ def test_checkpoints_are_uploaded_to_a_file_system_of_this_machine(tmp_path: Pat
     one = Uploads(url, args, ALONE)
     one.check()
     (tmp_path / "out").mkdir()
-    with one.followed():
+    with one.draining():
         for step in (2, 4):
             one.committed(make_checkpoint(tmp_path / "out", step), None, DiskLeaders((0,), ""))
     assert content(target) == {

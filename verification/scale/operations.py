@@ -127,7 +127,7 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
         FIRST_SAVE: partial(_save, job, 1),
         LATER_SAVE: partial(_save, job, 2),
         ROTATION: lambda rank, _: _rotate(job) if rank == 0 else None,
-        RESUME: lambda _, channel: resume.newest_or_refuse(resume.Search(job.directory, channel, lambda _: None)),
+        RESUME: lambda _, channel: resume.require_newest(resume.Search(job.directory, channel, lambda _: None)),
         OPENING: lambda _, channel: open_on_all_ranks(newest, channel, "full"),
         PLANNING: lambda rank, channel: prepare_load(
             opened[rank], partial(job.weights, rank), job.model.model, channel, automatic
@@ -143,7 +143,7 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
 
 def _rotate(job: ScaleJob) -> None:
     """Rotate as the coordinator does alone where all ranks see one file system."""
-    rotation.delete_superfluous(
+    rotation.delete_over_limit(
         job.directory, rotation.Retention(1), job.directory / "checkpoint-2", [], lambda _: None
     )
 
