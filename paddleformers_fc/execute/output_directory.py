@@ -337,8 +337,8 @@ def inspect_directory(directory: AnyPath, pattern: str | None = None) -> Inspect
             f"No stored tensor matches {pattern!r}.",
             where=str(directory),
             evidence=_similar_names(pattern, (name for stored in opened.catalog.roles.values() for name in stored)),
-            next_step=f"A pattern must match the complete name; write '*{pattern.strip('*')}*'. Optimizer states end in "
-            "a suffix such as .moment1_0.",
+            next_step=f"A pattern must match the complete name; write '*{pattern.strip('*')}*'. Optimizer states end "
+            "in a suffix such as .moment1_0.",
         )
     return _facts(opened, directory, tensors, output)
 

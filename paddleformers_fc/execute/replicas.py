@@ -1,42 +1,15 @@
-"""Copies in a save: the rank that writes each replica, and the comparison of replicas and of tied tensors.
+"""Assign replicas to the ranks that write them, and compare replicas and the copies of tied tensors in a save.
 
-**Assignment.** The parts of shards are assigned to the ranks that write them, each replica once, and to files. Shards
-without replicas are written by their holder. Replicas are found by box, not by count. The shards that exactly the same
-ranks hold are a *group*, and are assigned largest first, each to the member with the fewest bytes. If that would exceed
-the even share of a rank, the rows of the shard are distributed so that the members write the same number of bytes. A
-part of a shard is a shard again, so readers need no special case.
+Shards that exactly the same ranks hold form a *group*; its members share the writing so that bytes are balanced. The
+coordinator sends an :class:`Assignment` (4 kB for 4,096 ranks), from which each rank derives its own part.
 
-All members of a group hold all of its shards. The coordinator, which knows the shards of all ranks, therefore sends an
-:class:`Assignment` of the groups, of what their members write besides, and of the group of every shard. Each member
-assigns the shards of its groups by itself, like all others. Layers and ranks repeat, so it has 4 kB for 4,096 ranks.
+Replicas should be bitwise equal; differences are a fault of training that a checkpoint would hide. Each save hashes
+small replicas completely, and of a large replica on n ranks the n-th that the step selects. The shards of a group share
+one digest. Copies of a tied tensor are compared where the written pieces of two copies overlap, because pipeline stages
+may shard them differently; they are compared under every value of ``flex_check_replicas``.
 
-Time: linear in the shards of all ranks on the coordinator, and in its own shards and the members of groups on another
-rank.
-
-**Replicas** are parts of a tensor that several ranks hold. A save writes one of several replicas, or rows of each.
-Replicas should be equal bit for bit, because gradients were reduced or parameters were broadcast. Different replicas
-are a fault of training that a checkpoint would hide: after a resume all ranks have one of the versions. Every rank
-therefore hashes its replicas before a save: all of a small tensor, and of a large one on n ranks the n-th that the step
-selects. Diverged ranks differ nearly everywhere, so the first save finds them. A single bit is found when its part is
-hashed.
-
-The shards of a group, which the same ranks hold, share one digest, which the coordinator gets with the checksums of the
-files. It gets digests of single shards only if these differ.
-
-Time: one xxh3 pass over about as many bytes as the rank writes, and on an accelerator their copy to the host. Memory:
-16 bytes per group of this rank; on the coordinator, of all ranks.
-
-**Tied tensors.** A tied tensor has one copy per pipeline stage that uses it, under different names and with optimizer
-states of its own. Training keeps the copies equal, and a load refuses copies that differ. Every save therefore compares
-them, under every value of ``flex_check_replicas``. A checkpoint with diverged copies is saved with a record of it in
-the manifest, and is never resumed or kept in place of a whole one.
-
-The written pieces are compared. Stages may shard the copies differently (flattened ranges of fused buffers,
-tensor-parallel cuts), so the plan lists the overlaps between the written pieces of two copies. Each rank hashes its
-side of an overlap and sends the digest with its checksums to the coordinator, which compares.
-
-Time: one xxh3 pass over the tied tensors that the rank writes, and on an accelerator their copy to the host. Memory:
-one block of 16 MiB, and 16 bytes per overlap of this rank; on the coordinator, of all ranks.
+Time: one xxh3 pass over about as many bytes as the rank writes; on an accelerator also their copy to the host. Memory:
+a block of 16 MiB, and 16 bytes per group and overlap of this rank (of all ranks on the coordinator).
 """
 
 from __future__ import annotations
@@ -64,22 +37,22 @@ from paddleformers_fc.storage.manifest import DivergedTie
 from paddleformers_fc.text import count_text, fold
 
 MIN_PART_BYTES = 4 * 1024 * 1024
-"""No rank writes less than this of a shard that is written by several."""
+"""Minimum number of bytes that a rank writes of a shard that several ranks write."""
 
 MAX_TENSORS = 100_000
-"""Maximum number of tensors of one file: a header is read as a whole."""
+"""Maximum number of tensors in a file, because headers are read completely."""
 
 _LOAD_STEPS = 1024
-"""Steps of the even share in which loads are sent: most ranks have equal ones then."""
+"""Loads are sent in this many steps of the even share, so that most ranks have equal loads."""
 
 
 class ShardPart(msgspec.Struct, frozen=True):
     """The part of a shard that one rank writes.
 
     Args:
-        role: of the shard.
+        role: role of the shard.
         shard: the written part, as the file's header describes it.
-        start: index, in elements, of its first element in the rank's own shard of this name.
+        start: index of its first element in the rank's own shard of this name.
     """
 
     role: str
@@ -93,13 +66,13 @@ class ShardPart(msgspec.Struct, frozen=True):
 
 
 class Replica(msgspec.Struct, frozen=True):
-    """A shard of one rank that others hold as well.
+    """A shard of one rank that other ranks hold as well.
 
     Args:
-        role: of the shard.
+        role: role of the shard.
         shard: the shard.
-        holders: how many ranks hold it.
-        group: the number of its group.
+        holders: number of ranks that hold it.
+        group: number of its group.
     """
 
     role: str
@@ -108,22 +81,22 @@ class Replica(msgspec.Struct, frozen=True):
     group: int
 
     def __str__(self) -> str:
-        """Describe the shard, the same on all holders and as no other shard."""
+        """Return a unique description of the shard, equal on all holders."""
         box, flat = self.shard.box, self.shard.flat
         ends = ",".join(f"{low}:{high}" for low, high in zip(box.lo, box.hi, strict=True))
         return f"{self.role} {self.shard.name} [{ends}]" + ("" if flat is None else f" flat {flat[0]}:{flat[1]}")
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
-    """Who writes the shards that several ranks hold.
+    """The ranks that write the shards that several ranks hold.
 
     Args:
         even: the even share of a rank, in bytes.
-        groups: by group, its members in ascending order, each as the difference to the one before.
-        loads: by group and member, what the member writes besides, of groups before this one too, in steps.
-        patterns: the groups of a rank's shards, in its order, as pairs of a group and a number of shards; 0 for none,
-            and 1 for the first group that has the rank as a member.
-        pattern_of: by rank, its pattern.
+        groups: for every group its members in ascending order, each as the difference to the previous member.
+        loads: for every group and member, what the member writes in addition, including earlier groups, in steps.
+        patterns: the groups of a rank's shards, in its order, as pairs of a group and a number of shards. Group 0 means
+            none, 1 the first group that the rank is a member of.
+        pattern_of: for every rank, its pattern.
     """
 
     even: int
@@ -134,7 +107,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def step(self) -> int:
-        """The bytes of a step of loads."""
+        """The bytes in one step of loads."""
         return max(1, self.even // _LOAD_STEPS)
 
     def share_of(self, rank: int, roles: ShardsByRole) -> tuple[list[ShardPart], list[Replica]]:
@@ -142,7 +115,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
 
         Args:
             rank: the rank.
-            roles: its shards, in the order in which it has described them.
+            roles: its shards, in the order of its description.
         """
         members = {number: np.cumsum(group).tolist() for number, group in enumerate(self.groups)}
         groups = [number for number, group in members.items() if rank in group]
@@ -168,7 +141,11 @@ _Held = tuple[str, Shard]
 
 
 class Writers:
-    """The ranks that write the shards of a job, so that each distinct shard is written once and bytes are balanced.
+    """Assigns the shards of a job to ranks, so that each distinct shard is written once and bytes are balanced.
+
+    Within a group, shards are assigned largest first, each to the member with the fewest bytes. If that exceeds the
+    even share, the rows of the shard are distributed. A part of a shard is again a shard, so readers need no special
+    case.
 
     Args:
         job: the shards of all ranks.
@@ -203,7 +180,7 @@ class Writers:
         return alone + self._parts.get(rank, [])
 
     def _groups(self) -> tuple[list[tuple[list[int], list[int]]], Numbers]:
-        """Return members and shards of every group, few members first, and the number of every shard's group."""
+        """Return members and shards of every group, smallest groups first, and the group number of every shard."""
         held = [numbers[~self._alone[numbers]] for numbers in self._job.held]
         shards = np.concatenate(held)
         order = np.argsort(shards, kind="stable")
@@ -222,7 +199,7 @@ class Writers:
         patterns: dict[tuple[tuple[int, int], ...], int] = {}
         pattern_of: list[int] = []
         for numbers in self._job.held:
-            # -1 comes first, also where every shard has a group.
+            # The added -1 gets the number 0, even if every shard has a group.
             _, local = np.unique(np.append(group_of[numbers], -1), return_inverse=True)
             pattern = tuple((group, len(list(run))) for group, run in groupby(local[:-1].tolist()))
             pattern_of.append(patterns.setdefault(pattern, len(patterns)))
@@ -236,8 +213,8 @@ def _assign(
 
     Args:
         held: the shards of the group, in any order.
-        members: in ascending order.
-        loads: what each writes besides.
+        members: the members in ascending order.
+        loads: what each member writes in addition.
         even: the even share of a rank.
     """
     load = dict(zip(members, loads, strict=True))
@@ -253,35 +230,35 @@ def _assign(
 
 
 def _bytes_to_level(size: int, ranks: Sequence[int], load: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Return rank and bytes of every writer, so that all writers of a shard write the same number of bytes in total."""
-    takers = sorted(ranks, key=lambda rank: (load[rank], rank))
-    together = size + sum(load[rank] for rank in takers)
+    """Return rank and bytes of every writer of a shard, such that all its writers have the same total load."""
+    writers = sorted(ranks, key=lambda rank: (load[rank], rank))
+    total = size + sum(load[rank] for rank in writers)
     while True:
-        level = together // len(takers)
-        if len(takers) == 1 or level - load[takers[-1]] >= MIN_PART_BYTES:
-            return [(rank, level - load[rank]) for rank in sorted(takers)]
-        together -= load[takers.pop()]
+        level = total // len(writers)
+        if len(writers) == 1 or level - load[writers[-1]] >= MIN_PART_BYTES:
+            return [(rank, level - load[rank]) for rank in sorted(writers)]
+        total -= load[writers.pop()]
 
 
 def _split(role: str, shard: Shard, deficits: list[tuple[int, int]]) -> Iterator[tuple[int, ShardPart]]:
     rows, row_bytes = rows_of(shard)
-    low = taken = 0
-    for rank, wanted in deficits:
-        taken += wanted
-        high = rows if rank == deficits[-1][0] else min(rows, round(taken / row_bytes))
+    low = assigned = 0
+    for rank, deficit in deficits:
+        assigned += deficit
+        high = rows if rank == deficits[-1][0] else min(rows, round(assigned / row_bytes))
         if high > low:
             yield rank, _part(ShardPart(role, shard, 0), low, high)
         low = high
 
 
 def pack_files(pieces: Iterable[ShardPart], max_bytes: int) -> list[list[ShardPart]]:
-    """Return the pieces of one role in the order of the files, one list per file.
+    """Divide the pieces of one role into files.
 
     Wide dtypes come first, so that all tensors are aligned. A piece that is larger than a file is cut between rows.
 
     Args:
-        pieces: of one role and one rank.
-        max_bytes: bound on the tensors of a file; a single row that is longer has a file of its own.
+        pieces: the pieces of one role and one rank.
+        max_bytes: bound on the tensors of a file; a longer row gets its own file.
     """
     files: list[list[ShardPart]] = []
     room = 0
@@ -304,14 +281,14 @@ def _cut(piece: ShardPart, max_bytes: int) -> Iterator[ShardPart]:
     if rows == 1:
         yield piece
         return
-    # As many rows as fit: two parts of one tensor never fit into one file, where they would have the same name.
+    # As many rows as fit, so that two parts of a tensor, which have the same name, are never in the same file.
     step = max(1, max_bytes // row_bytes)
     for low in range(0, rows, step):
         yield _part(piece, low, min(low + step, rows))
 
 
 def rows_of(shard: Shard) -> tuple[int, int]:
-    """Return the rows that a shard can be cut between: how many, and the bytes of one."""
+    """Return the number of rows that a shard can be cut between, and the bytes of a row."""
     if shard.flat is not None or shard.size < 2:
         return shard.size, dtype_size(shard.dtype)
     axis = _row_axis(shard)
@@ -319,7 +296,7 @@ def rows_of(shard: Shard) -> tuple[int, int]:
 
 
 def _row_axis(shard: Shard) -> int:
-    """Return the first axis that can be cut; the elements between two cuts of it are contiguous."""
+    """Return the first axis that can be cut. The elements between two cuts along it are contiguous."""
     return next(axis for axis, length in enumerate(shard.box.shape) if length > 1)
 
 
@@ -339,13 +316,13 @@ def _part(piece: ShardPart, low: int, high: int) -> ShardPart:
 
 
 WHOLE_BYTES = 1024 * 1024
-"""Replicas up to this size are always hashed as a whole."""
+"""Replicas up to this size are always hashed completely."""
 
 _BLOCK_BYTES = 16 * 1024 * 1024
 """Bytes of a tied tensor that are hashed at a time."""
 
 _NAME_BYTES = 256
-"""Bytes of the name and the digest of a replica, a high estimate."""
+"""Upper estimate of the bytes of a replica's name and digest."""
 
 _K = TypeVar("_K", int, str)
 
@@ -354,13 +331,13 @@ TensorKey: TypeAlias = tuple[str, str]
 """Role and name of a live tensor."""
 
 ElementRange: TypeAlias = tuple[int, int]
-"""The index of the first element, in row-major order, and that behind the last."""
+"""Row-major index of the first element, and index after the last element."""
 
 ElementRanges: TypeAlias = Mapping[TensorKey, tuple[ElementRange, ...]]
 """Disjoint ranges of live tensors, in ascending order."""
 
 ReplicaDigests: TypeAlias = Mapping[int, Mapping[str, bytes]]
-"""The digest of every replica of a rank, by group and by the text of the replica."""
+"""The digest of every replica of a rank, by group and by the replica's description."""
 
 
 def hash_replicas(tensors: HostTensors, replicas: Iterable[Replica], step: int) -> ReplicaDigests:
@@ -369,7 +346,7 @@ def hash_replicas(tensors: HostTensors, replicas: Iterable[Replica], step: int) 
     Args:
         tensors: role -> name -> host memory of this rank.
         replicas: the shards that other ranks hold as well.
-        step: determines the part of a large replica that is hashed.
+        step: the step, which selects the part of a large replica to hash.
     """
     found: dict[int, dict[str, bytes]] = {}
     for one in replicas:
@@ -381,7 +358,7 @@ def hash_replicas(tensors: HostTensors, replicas: Iterable[Replica], step: int) 
 
 
 def group_digests(digests: ReplicaDigests) -> dict[int, bytes]:
-    """Return one digest for each group."""
+    """Return one digest per group."""
     return {group: xxhash.xxh3_128_digest(b"".join(own[key] for key in sorted(own))) for group, own in digests.items()}
 
 
@@ -390,7 +367,7 @@ def hashed_range(replica: Replica, step: int | None) -> ElementRange:
 
     Args:
         replica: the replica.
-        step: the step; None for a range as long as the longest.
+        step: the step; None for a range of the maximum length.
     """
     rows, row_bytes = rows_of(replica.shard)
     row = row_bytes // dtype_size(replica.shard.dtype)
@@ -398,7 +375,7 @@ def hashed_range(replica: Replica, step: int | None) -> ElementRange:
         return 0, rows * row
     if step is None:
         return 0, -(-rows // replica.holders) * row
-    # Saves come at regular steps, so the remainder of the step itself might never change.
+    # The step is hashed, because saves come at regular steps, whose remainders might never change.
     turn = int.from_bytes(xxhash.xxh3_64_digest(str(step).encode()), "big") % replica.holders
     low = rows * turn // replica.holders
     high = max(low + 1, rows * (turn + 1) // replica.holders)
@@ -406,12 +383,12 @@ def hashed_range(replica: Replica, step: int | None) -> ElementRange:
 
 
 def digests_by_name(own: ReplicaDigests, groups: Iterable[int], ranks: int) -> dict[str, bytes]:
-    """Return the digests of a rank's replicas by their common names, as many as fit if all ranks send some.
+    """Return the digests of a rank's replicas by description, as many as fit into one exchange of all ranks.
 
     Args:
         own: the digests of the rank.
-        groups: whose replicas differ.
-        ranks: how many ranks send digests.
+        groups: the groups whose replicas differ.
+        ranks: number of ranks that send digests.
     """
     held = [own[group] for group in groups if group in own]
     most = max(1, MAX_TOTAL_BYTES // (_NAME_BYTES * ranks * max(1, len(held))))
@@ -419,19 +396,19 @@ def digests_by_name(own: ReplicaDigests, groups: Iterable[int], ranks: int) -> d
 
 
 def differences(shards: Sequence[Mapping[str, bytes]]) -> list[str]:
-    """Return the differences between replicas, one line per tensor; one line if no tensor of them is named.
+    """Return the differences between replicas, one line per tensor; one general line if no tensor can be named.
 
     Args:
-        shards: from :func:`digests_by_name`, by rank.
+        shards: the results of :func:`digests_by_name`, by rank.
     """
     return list(fold(_lines(shards))) or ["tensors of a part of the model that several ranks hold"]
 
 
 def check_replicas_equal(lines: Sequence[str]) -> None:
-    """Refuse a save of replicas that differ.
+    """Check that no replicas differ.
 
     Raises:
-        MismatchError: naming the tensors and the ranks.
+        MismatchError: names the tensors and the ranks.
     """
     if lines:
         raise MismatchError(
@@ -439,9 +416,9 @@ def check_replicas_equal(lines: Sequence[str]) -> None:
             f"{count_text(len(lines), 'kind')} of tensors. Nothing was saved.",
             where="the live weights and optimizer states",
             evidence=lines,
-            next_step="Training has gone apart on these ranks; resume from an older checkpoint and look for the cause, "
-            "or set flex_check_replicas: warn to save one of the versions (all copies of tied tensors, in a checkpoint "
-            "that is resumed only where it is named, with flex_tied).",
+            next_step="Training has diverged on these ranks. Resume from an older checkpoint and look for the cause, "
+            "or set flex_check_replicas: warn to save one of the versions. Of tied tensors all copies are saved, and "
+            "the checkpoint is resumed only by name, with flex_tied.",
         )
 
 
@@ -470,7 +447,7 @@ class CopyPart(msgspec.Struct, frozen=True, array_like=True):
         rank: the rank.
         role: role of the shard.
         name: full name of the shard.
-        start: index, in elements, of the fragment in the rank's shard.
+        start: index of the fragment's first element in the rank's shard.
         shape: shape of the fragment.
         part: the box, in coordinates of the fragment.
     """
@@ -484,12 +461,12 @@ class CopyPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TiedPart(msgspec.Struct, frozen=True):
-    """A box that two copies of a tied tensor both hold, or two copies that cannot be compared.
+    """A box that two copies of a tied tensor have in common, or two copies that cannot be compared.
 
     Args:
         owner: the tied parameter.
         line: the two copies and their ranks, for a report.
-        sides: the box in either copy; none of copies that differ in shape or dtype.
+        sides: the box in both copies; empty if the copies differ in shape or dtype.
     """
 
     owner: str
@@ -502,7 +479,7 @@ class Ties(msgspec.Struct, frozen=True):
 
     Args:
         parts: the boxes to compare.
-        stages: the names of every tied parameter's copies by pipeline stage, first to last.
+        stages: for every tied parameter the names of its copies by pipeline stage, first to last.
     """
 
     parts: tuple[TiedPart, ...]
@@ -515,7 +492,7 @@ class Ties(msgspec.Struct, frozen=True):
 
 
 _Copies = dict[str, list[tuple[int, ShardPart]]]
-"""Rank and piece of everything that is written, by the parameter's name."""
+"""Rank and written piece, by the parameter's name."""
 
 
 def ties_of(job: JobShards, shares: Iterable[Sequence[ShardPart]], owners: Mapping[str, str]) -> Ties:
@@ -573,7 +550,7 @@ def diverged(ties: Ties, digests: Sequence[Sequence[bytes]]) -> tuple[DivergedTi
 
 
 def _states(shares: Iterable[Sequence[ShardPart]], owners: Mapping[str, str]) -> dict[tuple[str, str, str], _Copies]:
-    """Return the written pieces of every tied weight and state that has several copies, by owner, role and suffix."""
+    """Return the written pieces of every tied weight and state with several copies, by owner, role and suffix."""
     names = {*owners, *owners.values()}
     beginnings = tuple(names)
     found: dict[tuple[str, str, str], _Copies] = {}
@@ -591,8 +568,8 @@ def _states(shares: Iterable[Sequence[ShardPart]], owners: Mapping[str, str]) ->
 def _stages(job: JobShards, owners: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Return the copies of every tied parameter by pipeline stage.
 
-    Among ranks that differ in their stage alone, a later stage has the higher rank. So the stages of two copies are in
-    the order of the lowest ranks that hold them.
+    Among ranks that differ only in their stage, a later stage has the higher rank. Copies are therefore ordered by the
+    lowest rank that holds them.
     """
     copies: dict[str, list[str]] = {}
     for alias, owner in owners.items():
@@ -611,7 +588,7 @@ def _form(shard: Shard) -> str:
 def _intersections(
     one: Sequence[tuple[int, ShardPart]], other: Sequence[tuple[int, ShardPart]]
 ) -> Iterator[tuple[CopyPart, CopyPart]]:
-    """Yield every box that a piece of one copy and a piece of the other have in common, in both."""
+    """Yield every box that a piece of one copy and a piece of the other have in common, for both copies."""
     fragments = [(rank, piece, fragment) for rank, piece in other for fragment in piece.shard.fragments]
     finder = BoxFinder([fragment.box for _, _, fragment in fragments])
     for rank, piece in one:

@@ -1,28 +1,14 @@
 """Save a checkpoint in four steps: :func:`plan_save`, :func:`capture`, :func:`write` and :func:`commit`.
 
-1. ``plan_save``: every rank sends which of its plans it can use, and the coordinator creates the staging directory
-   beside the target (:mod:`.commit_coordinator`). Then the ranks look for this directory. If all of them have a plan
-   for their shards, it is used. Otherwise the same exchange carries descriptions of the shards to the coordinator,
-   which proves the mapping of the whole model and that every tensor is whole, and tells all ranks who writes replicas
-   (:mod:`.save_plan`, :mod:`.replicas`).
-2. ``capture`` returns views of the live tensors; an asynchronous save copies them instead (:mod:`.async_snapshot`). No
-   later step accesses a live tensor.
-3. ``write`` hashes replicas and copies of tied tensors (:mod:`.replicas`), writes this rank's files with checksums
-   taken while writing, and sends checksums and digests to the coordinator.
-4. ``commit`` compares the digests, writes ``mapping.json``, the index and the manifest on the coordinator and renames
-   the directory. If the ranks write onto several disks, each disk gets these files (:mod:`.commit_coordinator`).
+``plan_save`` creates the staging directories (:mod:`.commit_coordinator`) and uses a cached plan if all ranks have it;
+otherwise the coordinator proves the mapping and assigns the writers of replicas (:mod:`.save_plan`, :mod:`.replicas`).
+``capture`` returns views of the live tensors; an asynchronous save copies them (:mod:`.async_snapshot`). ``write``
+hashes replicas and tied tensors, and writes this rank's files with checksums. ``commit`` compares the digests, writes
+the metadata files and renames the directory. An asynchronous save runs each :class:`.Part` of the last two on a thread.
 
-A first save of a job makes five exchanges and a later one four; further ones are made if there are several disks, or if
-replicas differ. A rank gets a few hundred bytes and one broadcast; only the coordinator gets messages of all ranks.
-
-:func:`save_parts` yields each :class:`.Part` of the last two: what a rank does by itself, without communication. A save
-in a step runs every part at once (:func:`.run_parts`). An asynchronous save runs it on a thread, and the training
-threads exchange its result.
-
-A failure on any rank raises the same error on every rank and removes the staging directory. A crash leaves it behind
-under a hidden name. Beyond the tensors, memory is the headers of this rank's files and, for a new plan on the
-coordinator, the descriptions: linear in the shards of all ranks. Tensors that the host cannot address are copied in
-pieces of 16 MiB, of which three have a staging buffer (:mod:`.staging_pool`).
+If any rank fails, all ranks raise the same error, and the staging directory is removed. The first save of a job makes
+five exchanges, a later save four, and more with several disks or if replicas differ. Memory beyond the tensors: the
+headers of this rank's files, and for a new plan on the coordinator the shards of all ranks.
 """
 
 from __future__ import annotations
@@ -114,8 +100,8 @@ class JobRecord(msgspec.Struct, frozen=True):
     Args:
         step: optimizer steps done.
         consumed_samples: training samples seen.
-        parallel: degree per parallel axis, for a reader.
-        run: identifies the run; the first rank's is recorded.
+        parallel: degree per parallel axis, for information only.
+        run: identifies the run; rank 0's value is recorded.
     """
 
     step: int
@@ -129,11 +115,11 @@ class SaveReport(msgspec.Struct, frozen=True):
 
     Args:
         files: number of files of the finished checkpoint.
-        size: of these files, in bytes.
-        set_aside: directories with files of other programs that had the checkpoint's name and were renamed.
-        disks: the ranks that wrote onto the same disk.
-        differences: where ranks hold different numbers of the same part of a tensor, one line each; normally none.
-        diverged_ties: tied tensors whose copies differ, which make the checkpoint unusable for a resume; normally none.
+        size: total size of these files in bytes.
+        set_aside: backups of files of other programs that had the checkpoint's name.
+        disks: the ranks that wrote to the same disk.
+        differences: replicas that differ, one line each; normally none.
+        diverged_ties: tied tensors whose copies differ, which prevent a resume; normally none.
         phases: the seconds of this rank for ``plan, capture, write, agree, commit``.
     """
 
@@ -150,10 +136,10 @@ class WriteMessage(msgspec.Struct):
     """What one rank has written.
 
     Args:
-        checksums: of its files.
+        checksums: checksums of its files.
         replicas: digests of its replicas.
         ties: digests of its tied tensors.
-        seconds: the time that it took.
+        seconds: duration of the write.
     """
 
     checksums: list[FileChecksum]
@@ -170,15 +156,15 @@ class _Introduction(msgspec.Struct, array_like=True):
 
 
 class LivePart(msgspec.Struct, frozen=True):
-    """The part of one rank in a save, described on the thread that trains.
+    """The part of one rank in a save, described on the training thread.
 
     Args:
-        tensors: role -> name -> live weight, without aliases that are the memory of their owner.
+        tensors: role -> name -> live weight, without aliases that share the memory of their owner.
         model: the model.
-        files: small files by path relative to the checkpoint.
+        files: metadata files by path relative to the checkpoint.
         job: the job and its step.
         replicas: as for :func:`save_checkpoint`.
-        facts: the digest of everything that this rank brings into a plan.
+        facts: digest of this rank's input to a plan.
     """
 
     tensors: LiveRoles
@@ -193,11 +179,11 @@ class PlannedSave(msgspec.Struct, frozen=True):
     """A save that all ranks have planned.
 
     Args:
-        part: what this rank brings into it.
+        part: this rank's input.
         plan: the files of this rank.
         staged: the staging directory.
-        timer: of the save, in the phase ``capture``, which ends when this rank begins to write.
-        removal: deletes the staging directory at its end, unless it was committed.
+        timer: the timer of the save, in the phase ``capture``, which ends when this rank begins to write.
+        removal: closing it deletes the staging directory, unless it was committed.
     """
 
     part: LivePart
@@ -219,17 +205,17 @@ def save_checkpoint(
     """Write a finished checkpoint.
 
     Args:
-        directory: ``checkpoint-N``. An older finished checkpoint of this name is replaced in one step.
+        directory: ``checkpoint-N``. An older finished checkpoint of this name is replaced atomically.
         roles: role -> name -> live ``ShardedWeight`` of this rank.
         model: description of the model; it is stored in ``mapping.json``.
-        files: this rank's small files, by path relative to the checkpoint; must contain ``config.json`` on rank 0.
+        files: this rank's metadata files, by path relative to the checkpoint; must contain ``config.json`` on rank 0.
         job: the job and its step.
         channel: all ranks of the job; every rank must call.
-        replicas: the reaction to replicas that differ. ``off`` does not compare them, ``warn`` lists differences in the
-            report and in the manifest, ``refuse`` saves nothing. Copies of a tied tensor are always compared, and
-            treated as under ``warn`` unless the value is ``refuse``.
+        replicas: what to do if replicas differ. ``off`` does not compare them, ``warn`` lists differences in the report
+            and in the manifest, ``refuse`` saves nothing. Copies of a tied tensor are always compared, and handled as
+            under ``warn`` unless the value is ``refuse``.
     Returns:
-        number and bytes of the files, differences, and directories that were renamed.
+        number and size of the files, differences, and backups.
     Raises:
         FlexError: the same on every rank; the target is unchanged.
     """
@@ -240,7 +226,7 @@ def save_checkpoint(
 
 
 def comparable_facts(model: ModelDescription, job: JobRecord, replicas: str) -> dict[str, object]:
-    """Return what must be equal on all ranks of a save; the arguments are those of :func:`save_checkpoint`."""
+    """Return the facts that must be equal on all ranks of a save; see :func:`save_checkpoint` for the arguments."""
     return {
         "versions": software_versions(),
         "config": comparable_config(model),
@@ -253,13 +239,13 @@ def comparable_facts(model: ModelDescription, job: JobRecord, replicas: str) -> 
 def live_part(
     roles: Roles, model: ModelDescription, files: Mapping[str, bytes], job: JobRecord, replicas: str
 ) -> LivePart:
-    """Return what this rank brings into a save; the arguments are those of :func:`save_checkpoint`."""
+    """Return this rank's part of a save; see :func:`save_checkpoint` for the arguments."""
     own = _without_aliases(roles, model)
     described = json.dumps(
         [dict(model.config), model.is_fleet, model.adapters, model.is_global], sort_keys=True, default=repr
     )
-    stated = model.rules.digest if model.rules is not None else ""
-    return LivePart(own, model, files, job, replicas, digest(described.encode(), stated.encode(), facts_of(own)))
+    mapping = model.rules.digest if model.rules is not None else ""
+    return LivePart(own, model, files, job, replicas, digest(described.encode(), mapping.encode(), facts_of(own)))
 
 
 def begin_save(
@@ -272,13 +258,13 @@ def begin_save(
     """Plan a save, and create its staging directory.
 
     Args:
-        prepare: returns this rank's part; its errors are raised on every rank.
+        prepare: returns this rank's part; if it fails on one rank, all ranks raise the error.
         directory: ``checkpoint-N``.
         channel: all ranks; every rank must call.
         consistency: the facts that must be equal on all ranks.
         timer: measures the save; by default it begins now.
     Raises:
-        FlexError: the same on every rank. A rank that cannot plan its files has the error in its plan.
+        FlexError: the same on every rank. If a rank cannot plan its files, its plan contains the error.
     """
     timer = timer or PhaseTimer()
     with contextlib.ExitStack() as stack:
@@ -294,13 +280,13 @@ def plan_save(
     consistency: ConsistencyCheck,
     maker: StagingMaker | None = None,
 ) -> tuple[LivePart, SavePlan]:
-    """Return what this rank brings into a save, and the plan of its files.
+    """Return this rank's part of a save, and the plan of its files.
 
     Args:
-        prepare: as for :func:`begin_save`, as the next two.
+        prepare: as for :func:`begin_save`.
         channel: all ranks; every rank must call.
         consistency: the facts that must be equal on all ranks.
-        maker: creates the staging directory, in the same exchanges; None if nothing is going to be written.
+        maker: creates the staging directory, in the same exchanges; None if nothing will be written.
     Raises:
         FlexError: the same on every rank.
     """
@@ -337,9 +323,9 @@ def plan_save(
 
 
 def capture(part: LivePart) -> HostTensors:
-    """Return views of live tensors, which are valid until the next step of training.
+    """Return views of live tensors, which are valid until the next training step.
 
-    Devices are read in pieces, through staging memory.
+    Device tensors are read in pieces, through staging memory.
     """
     return {
         role: {name: view_of(weight.local_tensor) for name, weight in weights.items()}
@@ -348,18 +334,18 @@ def capture(part: LivePart) -> HostTensors:
 
 
 def write_and_commit(planned: PlannedSave, tensors: HostTensors, channel: Channel) -> SaveReport:
-    """Write a finished checkpoint; the errors are those of :func:`save_checkpoint`.
+    """Write a finished checkpoint; see :func:`save_checkpoint` for the errors.
 
     Args:
         planned: the save.
-        tensors: role -> name -> host memory of what the plan reads.
+        tensors: role -> name -> host memory of the tensors in the plan.
         channel: all ranks; every rank must call.
     """
     return run_parts(save_parts(planned, tensors, channel), channel)
 
 
 def save_parts(planned: PlannedSave, tensors: HostTensors, channel: Channel) -> Parts[SaveReport]:
-    """Do the work of :func:`write_and_commit` in parts."""
+    """Return the work of :func:`write_and_commit` in parts."""
     timer = planned.timer
     with planned.removal:
         everyone, digests = yield Part("writing", partial(write, planned, tensors, channel.rank), WriteMessage, to=0)
@@ -380,7 +366,7 @@ def write(planned: PlannedSave, tensors: HostTensors, rank: int) -> tuple[WriteM
         tensors: as for :func:`write_and_commit`.
         rank: this rank.
     Returns:
-        what the coordinator gets, and the digests of single replicas, which it gets if they differ.
+        the message for the coordinator, and the digests of single replicas, which are sent only if replicas differ.
     """
     part, plan, timer = planned.part, planned.plan, planned.timer
     timer.end("capture")
@@ -396,12 +382,12 @@ def write(planned: PlannedSave, tensors: HostTensors, rank: int) -> tuple[WriteM
 def commit(
     planned: PlannedSave, everyone: Sequence[WriteMessage], digests: ReplicaDigests, channel: Channel
 ) -> Parts[CommitResult]:
-    """Compare copies, write the mapping, the index and the manifest, and give the checkpoint its name.
+    """Compare copies, write the mapping, the index and the manifest, and rename the checkpoint to its target.
 
     Args:
         planned: the save.
-        everyone: what all ranks have written, on the coordinator.
-        digests: of this rank's replicas.
+        everyone: the messages of all ranks, on the coordinator.
+        digests: the digests of this rank's replicas.
         channel: all ranks; every rank must call.
     """
     doing, work = "committing the checkpoint", partial(_compare_and_commit, planned, everyone)
@@ -413,7 +399,7 @@ def commit(
     if done.documents:
         sync = partial(sync_packed, planned.staged, done.documents, channel.rank)
         yield Part("syncing every disk", sync, type(None))
-        # A rename is a matter of milliseconds.
+        # Not a part of its own, because a rename takes only milliseconds.
         rename = partial(rename_staged, planned.staged)
         aside = all_gather_checked(channel, "committing on every disk", rename, list[bytes])
         done.set_aside = [path for theirs in aside for path in theirs]
@@ -423,12 +409,12 @@ def commit(
 def _compare_and_commit(
     planned: PlannedSave, everyone: Sequence[WriteMessage], unequal: list[str] | None = None
 ) -> CommitResult:
-    """Compare copies, and commit or name the groups of ranks whose replicas differ; on the coordinator.
+    """Compare copies, and either commit or return the groups whose replicas differ. The coordinator calls.
 
     Args:
         planned: the save.
-        everyone: what all ranks have written.
-        unequal: the differences of replicas, once they are named.
+        everyone: the messages of all ranks.
+        unequal: the differences between replicas, once they are known.
     """
     if unequal is None:
         suspects = unequal_keys(one.replicas for one in everyone)
@@ -446,8 +432,8 @@ def _compare_and_commit(
 def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
     """Return this rank's weights without aliases that share the memory of their owner, as tied parameters do.
 
-    The optimizer keeps one state for such a pair, named after the one that sorts first. It is saved under the owner's
-    name. An alias with memory of its own, on another pipeline stage, is saved as itself and must be equal.
+    The optimizer has one state for such a pair, under the name that sorts first; it is saved under the owner's name. An
+    alias with its own memory, on another pipeline stage, is saved under its own name and must be equal.
     """
     shared = {alias: owner for alias, owner, is_one in _ties(roles.get(MODEL_STATE, {}), model) if is_one}
     if not shared:
@@ -471,7 +457,7 @@ def check_ties(weights: Mapping[str, Any], model: ModelDescription) -> None:
         weights: name -> live ``ShardedWeight`` of this rank.
         model: the description of the model.
     Raises:
-        OptionError: with the tied weights that this rank holds as two parameters.
+        OptionError: lists the tied weights that this rank holds as two parameters.
     """
     faults = [f"{alias} and {owner} are two parameters" for alias, owner, is_one in _ties(weights, model) if not is_one]
     if faults:
@@ -493,7 +479,7 @@ def _ties(weights: Mapping[str, Any], model: ModelDescription) -> Iterator[tuple
 
 
 def _facts(part: LivePart, channel: Channel) -> bytes:
-    """Return the digest of everything that this rank brings into a plan; ranks as threads share the plans of jobs."""
+    """Return the digest of this rank's input to a plan. It includes the world size, because threads share the cache."""
     return digest(part.facts, channel.world_size.to_bytes(8, "little"))
 
 
@@ -519,17 +505,17 @@ def _new_plan(
 
 
 def _check_configuration(planned: PlannedSave) -> None:
-    """Refuse a configuration that is missing, or that readers of the checkpoint would refuse, on the coordinator."""
+    """Check that the configuration exists and that readers will accept it. The coordinator calls."""
     files = planned.part.files
     if CONFIG_NAME not in files:
-        raise OptionError(f"A checkpoint describes itself, and {CONFIG_NAME} is missing from its files.")
+        raise OptionError(f"{CONFIG_NAME} is missing from the files of the checkpoint.")
     faults = contradictions(parse_config(files[CONFIG_NAME], Path(CONFIG_NAME)), planned.plan.model_record().model)
     if faults:
         raise MappingError(
             f"{CONFIG_NAME} and {MAPPING_NAME} would describe different models. Nothing was saved.",
             where=CONFIG_NAME,
             evidence=faults,
-            next_step="Give these keys of the model's configuration one value.",
+            next_step="Give each of these keys one value in the model's configuration.",
         )
 
 
@@ -545,7 +531,7 @@ def _write_files(planned: PlannedSave, tensors: HostTensors) -> list[FileChecksu
 
 
 def _write_tensors(staging: Path, file: PlannedFile, tensors: Mapping[str, HostPieces]) -> TensorWriter:
-    """Write the tensors of a file, which remains to be closed."""
+    """Write the tensors of a file, and return its writer, which the caller must close."""
     writer = TensorWriter(RandomAccessWriter(staging / file.path, root=staging), file.layout)
     begin = 0
     try:
@@ -570,7 +556,7 @@ def _write_tensors(staging: Path, file: PlannedFile, tensors: Mapping[str, HostP
 
 
 def _one_ahead(begun: Iterator[_T]) -> Iterator[_T]:
-    """Yield every element once its successor is made, so that the next tensor is copied while one is written."""
+    """Yield every element after creating its successor, so that the next tensor is copied while one is written."""
     current = next(begun, None)
     while current is not None:
         following = next(begun, None)
@@ -581,7 +567,7 @@ def _one_ahead(begun: Iterator[_T]) -> Iterator[_T]:
 def _describe(
     planned: PlannedSave, written: Sequence[list[FileChecksum]], unequal: list[str], ties: Sequence[DivergedTie]
 ) -> Manifest:
-    """Write the mapping and the index, and return the manifest, on the coordinator."""
+    """Write the mapping and the index, and return the manifest. The coordinator calls."""
     staging, model, job = planned.staged.path, planned.plan.model_record(), planned.part.job
     mapping = write_file(staging / MAPPING_NAME, model.mapping, root=staging)
     checksums = [*(one for theirs in written for one in theirs), mapping]

@@ -1,16 +1,13 @@
-"""Build the plan of a save before its first byte, and cache it for the next save of the same job.
+"""Build the plan of a save before the first byte is written, and cache it for later saves of the job.
 
-The coordinator gets the descriptions of all shards, proves the mapping and that every tensor is complete, and assigns
-the writers of replicas. From this :class:`Planning` and its own shards every rank builds its plan: its files, with
-their headers, and what it compares.
+The coordinator receives the shards of all ranks, proves the mapping and that every tensor is complete, and assigns the
+writers of replicas. From this :class:`Planning` and its own shards every rank builds its plan: its files with their
+headers, and what it compares.
 
-A plan depends only on the model's configuration and on the shards of every rank, which are the same at every save of a
-job. It is therefore cached, under a name that the coordinator gives it and with a digest of what this rank brings into
-it. Before a later save every rank sends the names of the plans whose digest is that of its shards. If all ranks send
-the same name, the plan is used. A plan is therefore never used for other shards.
-
-Memory: the headers of this rank's files and the names of its replicas, for the last few plans; on the coordinator also
-the arrays of the index.
+A plan depends only on the model's configuration and the shards of all ranks, which are the same at every save. It is
+cached under a random name with a digest of this rank's input. Before a later save every rank sends the names of the
+plans with the digest of its current input, and a plan is used only if all ranks have it. Memory: the headers of this
+rank's files and the names of its replicas, for the last few plans; on the coordinator also the arrays of the index.
 """
 
 from __future__ import annotations
@@ -57,10 +54,10 @@ from paddleformers_fc.storage.safetensors import FileLayout
 from paddleformers_fc.text import count_text, fold
 
 MAX_FILE_BYTES = 5 * 10**9
-"""Bound on the tensors of one file of a checkpoint, in bytes; a larger tensor is cut between rows."""
+"""Maximum total size of the tensors in one file; a larger tensor is cut between rows."""
 
 MAX_CACHED_PLANS = 8
-"""Maximum number of plans in a cache: of checkpoints, exports, and every rank where ranks are threads."""
+"""Maximum number of plans in a cache, for checkpoints, exports and all ranks that are threads of this process."""
 
 _Plan = TypeVar("_Plan")
 
@@ -69,9 +66,9 @@ class PlannedWrite(msgspec.Struct, frozen=True):
     """A range of a live shard that goes into a file.
 
     Args:
-        name: of the shard, and of the tensor in the file.
+        name: name of the shard, and of the tensor in the file.
         start: index of the first element in the shard's memory.
-        stop: index behind the last.
+        stop: index after the last element.
     """
 
     name: str
@@ -84,7 +81,7 @@ class PlannedFile(msgspec.Struct, frozen=True):
 
     Args:
         path: posix path relative to the checkpoint.
-        role: of its tensors.
+        role: role of its tensors.
         layout: its header.
         pieces: the content after the header, in order.
     """
@@ -96,13 +93,13 @@ class PlannedFile(msgspec.Struct, frozen=True):
 
 
 class ModelRecord(msgspec.Struct, frozen=True):
-    """The record of the whole model in a checkpoint.
+    """The record of the complete model in a checkpoint.
 
     Args:
         family: the family's name.
         mapping: the bytes of ``mapping.json``.
         model: the description in these bytes.
-        shards: the tensors of the files of all ranks, for the index.
+        shards: the tensors in the files of all ranks, for the index.
         ties: the copies of tied tensors that all ranks hash.
     """
 
@@ -114,7 +111,7 @@ class ModelRecord(msgspec.Struct, frozen=True):
 
 
 class Planning(msgspec.Struct, frozen=True, array_like=True):
-    """What the coordinator tells all ranks of a new plan.
+    """The coordinator's message to all ranks about a new plan.
 
     Args:
         assignment: the writers of replicas.
@@ -130,11 +127,11 @@ class SavePlan(msgspec.Struct, frozen=True):
 
     Args:
         files: this rank's files.
-        model: the description that the coordinator writes beside them; None on other ranks.
+        model: the record of the model that the coordinator writes; None on other ranks.
         replicas: this rank's shards that other ranks hold as well.
-        ties: its copies of tied tensors, which it hashes.
-        failure: why this rank could not plan its files. All ranks raise it at the end of their next work: another
-            exchange would cost more than what they do until then.
+        ties: the copies of tied tensors that this rank hashes.
+        failure: why this rank could not plan its files. All ranks raise it in their next exchange, because a separate
+            exchange would cost more than the work until then.
     """
 
     files: tuple[PlannedFile, ...]
@@ -155,7 +152,7 @@ class SavePlan(msgspec.Struct, frozen=True):
             PeerError: this rank is not the coordinator.
         """
         if self.model is None:
-            raise PeerError("Only the coordinator of a save can describe the model.")
+            raise PeerError("Only the coordinator of a save has the record of the model.")
         return self.model
 
 
@@ -171,19 +168,19 @@ class PlanCache(Generic[_Plan]):
 
         Args:
             rank: the rank.
-            facts: the digest of what it brings into them.
+            facts: the digest of its input.
         """
         with self._lock:
             plans = [(name, plan) for (owner, name), plan in self._plans.items() if (owner, plan[0]) == (rank, facts)]
         return {name: plan for name, (_, plan) in plans}
 
     def keep(self, rank: int, facts: bytes, name: bytes, plan: _Plan) -> None:
-        """Remember a plan that every rank has agreed to; the one that was not used for longest is forgotten.
+        """Cache a plan that all ranks have; the least recently used plan is evicted.
 
         Args:
-            rank: the rank that it is for.
-            facts: the digest of what the rank brings into it.
-            name: of the plan, the same on all ranks.
+            rank: the rank of the plan.
+            facts: the digest of the rank's input.
+            name: the name of the plan, the same on all ranks.
             plan: the plan.
         """
         with self._lock:
@@ -194,7 +191,7 @@ class PlanCache(Generic[_Plan]):
 
 
 def digest(*parts: bytes) -> bytes:
-    """Return one digest of several byte strings, 16 bytes; it depends on their lengths."""
+    """Return a 16-byte digest of several byte strings and their lengths."""
     hasher = hashlib.blake2b(digest_size=16)
     for part in parts:
         hasher.update(len(part).to_bytes(8, "little"))
@@ -203,14 +200,14 @@ def digest(*parts: bytes) -> bytes:
 
 
 def plan_for_all(job: JobShards, model: ModelDescription) -> tuple[Planning, ModelRecord]:
-    """Return what all ranks learn of a new plan, and what the coordinator keeps of it.
+    """Return the message to all ranks about a new plan, and the coordinator's record.
 
     Args:
         job: the shards of all ranks.
         model: the description of the model.
     Raises:
         MappingError: the model's mapping cannot be bound or proved.
-        MismatchError: the shards of all ranks are not the whole model, once.
+        MismatchError: the shards of all ranks do not form the complete model.
     """
     mapping, stored = proved_mapping(job, model)
     writers = Writers(job)
@@ -226,18 +223,18 @@ def plan_for_all(job: JobShards, model: ModelDescription) -> tuple[Planning, Mod
 
 
 def plan_of_rank(planning: Planning, roles: ShardsByRole, rank: int, record: ModelRecord | None) -> SavePlan:
-    """Return the plan of one rank, or one with the error that makes it impossible.
+    """Return the plan of one rank; if planning fails, the plan contains the error.
 
     Args:
-        planning: from :func:`plan_for_all`.
-        roles: the shards of the rank, in the order in which it has described them.
+        planning: the result of :func:`plan_for_all`.
+        roles: the shards of the rank, in the order of its description.
         rank: the rank.
-        record: from :func:`plan_for_all`, on the coordinator.
+        record: the record of :func:`plan_for_all`, on the coordinator.
     """
     try:
         share, replicas = planning.assignment.share_of(rank, roles)
         files = tuple(planned_files(share, rank))
-    except Exception as error:  # The other ranks have a plan, and would wait.
+    except Exception as error:  # Not raised here, because the other ranks have a plan and would wait.
         return SavePlan((), record, failure=error)
     ties = tuple(side for side in planning.ties if side.rank == rank)
     return SavePlan(files, record, tuple(replicas), ties)
@@ -259,7 +256,7 @@ def model_rules(model: ModelDescription, shards: Mapping[str, Shard]) -> RuleSet
 
 
 def cuts_of(model: ModelDescription, shard: Shard) -> Shape:
-    """Return the tensor-parallel degree on every axis of a model's tensor by one of its shards."""
+    """Return the tensor-parallel degree on every axis of a tensor, given one of its shards."""
     return (1,) * len(shard.global_shape) if model.is_global else shard.cuts
 
 
@@ -288,11 +285,11 @@ def grouped(share: Iterable[ShardPart], rank: int) -> Iterator[tuple[str, str, S
 
 
 def proved_mapping(job: JobShards, model: ModelDescription) -> tuple[bytes, ModelDescription]:
-    """Prove, before the first write, that the checkpoint will be whole, and check its mapping as a reader does."""
+    """Check that the checkpoint will be complete, and its mapping as a reader does; return mapping and description."""
     # One shard of every model tensor of the job; its cuts determine the tensor-parallel degree.
     parameters = {name: job[numbers[0]][1] for name, numbers in job.tensors(MODEL_STATE)}
     if not parameters:
-        raise OptionError("The model has no tensors.", where="model", next_step="Save a layer or state dict that has.")
+        raise OptionError("The model has no tensors.", where="model", next_step="Save a layer or state dict with some.")
     mapping = encode_mapping(model, model_rules(model, parameters))
     _check_complete(job, parameters)
     stored, rules = decode_mapping(mapping, MAPPING_NAME)
@@ -305,7 +302,7 @@ def _check_complete(job: JobShards, parameters: Mapping[str, Shard]) -> None:
     complete: set[bytes] = set()
     for role in sorted(job.roles):
         for name, numbers in job.tensors(role):
-            # States have the places of their parameter, and layers repeat.
+            # States have the layouts of their parameter and layers repeat, so each combination is checked once.
             places = job.columns[2][numbers].tobytes()
             if places not in complete:
                 shards = (job[number][1] for number in numbers)
@@ -317,24 +314,24 @@ def _check_complete(job: JobShards, parameters: Mapping[str, Shard]) -> None:
                 faults.append(f"{name}: is a state of no parameter")
     if faults:
         raise MismatchError(
-            "Ranks do not hold every tensor of this job whole and once: "
+            "The shards of all ranks do not form every tensor exactly once: "
             f"{count_text(len(faults), 'fault')}. Nothing was written.",
             evidence=fold(faults),
-            next_step="The ranks describe shards that do not fit together; check the parallel configuration.",
+            next_step="Check the parallel configuration; the ranks describe inconsistent shards.",
         )
 
 
 def ranges_of(plan: SavePlan, step: int | None, replicas: str) -> ElementRanges:
-    """Return the ranges of live tensors that one rank reads in a save, to write them or to hash them.
+    """Return the ranges of live tensors that one rank writes or hashes in a save.
 
-    A snapshot copies exactly these, so its memory is this rank's share of the checkpoint and not its state. Overlapping
-    ranges are joined. Time and memory are linear in the tensors of this rank, apart from a sort per tensor.
+    A snapshot copies exactly these ranges, so its memory is this rank's share of the checkpoint and not its complete
+    state. Overlapping ranges are joined.
 
     Args:
         plan: the save plan of the rank.
-        step: determines the part of a large replica that is hashed. None for ranges with at least as many elements of
-            every tensor as at any step; they may overlap, as at some steps nothing does.
-        replicas: as for :func:`.save_checkpoint`; ``off`` hashes none.
+        step: the step, which selects the part of a large replica to hash. None for an upper bound over all steps; the
+            ranges may then overlap.
+        replicas: as for :func:`.save_checkpoint`; with ``off`` no replica is hashed.
     """
     found: dict[TensorKey, list[ElementRange]] = {}
     for file in plan.files:
@@ -348,7 +345,7 @@ def ranges_of(plan: SavePlan, step: int | None, replicas: str) -> ElementRanges:
 
 
 def _rows(side: CopyPart) -> ElementRange:
-    """Return the rows that contain a box."""
+    """Return the range of elements of the rows that contain a box."""
     if not side.shape:
         return side.start, side.start + 1
     row = math.prod(side.shape[1:])

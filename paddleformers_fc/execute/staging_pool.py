@@ -1,15 +1,12 @@
-"""Copies between host and device through reused staging buffers.
+"""Copy between host and device through reused staging buffers.
 
 Every device has one :class:`StagingPool` per process. Its buffers are host memory, page-locked if Paddle supports that
-for the device. They are kept for the next tensor and the next checkpoint: a page-locked allocation is slow, and so is
-the first access to new pages. Copies run on the side stream of the device: one buffer is written to
-storage, or filled from it, while others are copied. Tensors in host memory use no pool.
+for the device (only CUDA, not a CustomDevice). They are reused for later tensors and checkpoints, because page-locked
+allocation and the first access to new pages are slow. Copies run on a side stream of the device: one buffer is written
+to storage, or filled from it, while others are copied. Tensors in host memory use no pool.
 
-Describe the capabilities of a tensor's memory.
-
-Each function takes the place of a tensor. No other module of the core compares places. Others need only two facts:
-whether the host can address the memory, and which copy it supports. Paddle has page-locked memory for CUDA only, not
-for a CustomDevice, although its interface allocates it.
+No other module compares places; others ask only whether the host can address a tensor's memory and which copies it
+supports.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from paddleformers_fc.storage.files import memory_at
 
 
 def in_host_memory(place: Any) -> bool:
-    """Return whether the host can address memory at this place, as that of offloaded tensors."""
+    """Return whether the host can address memory at this place; offloaded tensors have such memory."""
     return bool(place.is_cpu_place() or place.is_cuda_pinned_place() or place.is_xpu_pinned_place())
 
 
@@ -39,7 +36,7 @@ def has_pinned_memory(place: Any) -> bool:
 
 
 def current_stream(place: Any) -> Any:
-    """Return the ``paddle.device.Stream`` of the computation at a place that has streams."""
+    """Return the ``paddle.device.Stream`` of the computation at a place with streams."""
     import paddle
 
     return paddle.device.current_stream(_stream_place(place))
@@ -49,7 +46,7 @@ _side_streams: dict[str, Any] = {}
 
 
 def side_stream(place: Any) -> Any:
-    """Return the ``paddle.device.Stream`` for copies to a place that has streams; one per device."""
+    """Return the ``paddle.device.Stream`` for copies to a place with streams; there is one per device."""
     import paddle
 
     known = _side_streams.get(str(place))
@@ -57,11 +54,11 @@ def side_stream(place: Any) -> Any:
 
 
 Ends: TypeAlias = Sequence[tuple[Any, Any]]
-"""Sources of copies, each with its target."""
+"""Pairs of source and target of copies."""
 
 
 def begin_copies(ends: Ends, place: Any) -> Any:
-    """Copy between contiguous host memory and a device, after the computation that is under way there.
+    """Start copies between contiguous host memory and a device, after the running computation.
 
     Args:
         ends: pairs of ``paddle.Tensor`` of the same shape and dtype.
@@ -72,7 +69,7 @@ def begin_copies(ends: Ends, place: Any) -> Any:
     import paddle
 
     with paddle.no_grad():
-        if not (place.is_gpu_place() or place.is_custom_place()):  # Others have no streams.
+        if not (place.is_gpu_place() or place.is_custom_place()):  # Other places have no streams.
             for source, target in ends:
                 target.copy_(source, True)
             return None
@@ -86,7 +83,7 @@ def begin_copies(ends: Ends, place: Any) -> Any:
 
 
 def _stream_place(place: Any) -> Any:
-    """Return a place in the class that Paddle requires for streams; that of a tensor is of the base class."""
+    """Convert a tensor's place, which has the base class, to the class that Paddle requires for streams."""
     import paddle
 
     if place.is_custom_place():
@@ -98,8 +95,7 @@ _MAX_PIECE_BYTES = 16 * 1024 * 1024
 _POLL_SECONDS = 0.0005
 _QUIET_SECONDS = 60.0
 _PIECES_IN_USE = 3
-"""Pieces of a save that have a buffer at one time: one is written, its successor is copied, and so is the first of the
-next tensor."""
+"""Pieces of a save with a buffer at a time: one is written; its successor and the next tensor's first are copied."""
 
 
 class StagingBuffer(msgspec.Struct, frozen=True, eq=False):
@@ -107,7 +103,7 @@ class StagingBuffer(msgspec.Struct, frozen=True, eq=False):
 
     Args:
         owner: the ``paddle.Tensor`` that owns the memory.
-        bytes: all of it.
+        bytes: the memory as an array.
     """
 
     owner: Any
@@ -115,13 +111,13 @@ class StagingBuffer(msgspec.Struct, frozen=True, eq=False):
 
 
 class StagingPool:
-    """The staging buffers of one device; safe for threads.
+    """The staging buffers of one device; thread-safe.
 
     Args:
         pinned: whether buffers are page-locked.
 
     Attributes:
-        capacity: maximum bytes of all buffers. A buffer beyond it is allocated if a tensor needs it, and is not kept.
+        capacity: maximum bytes of all buffers. A buffer beyond it is allocated if necessary, but not kept.
         allocated: bytes of all buffers.
         peak: maximum of ``allocated``.
         allocations: number of buffers that were allocated.
@@ -145,7 +141,7 @@ class StagingPool:
             self._release(self.capacity)
 
     def take(self, size: int) -> StagingBuffer:
-        """Return a buffer of a number of bytes that nothing else uses: an idle one of this size, or a new one."""
+        """Return an unused buffer of this size, idle or new."""
         with self._lock:
             for number, buffer in enumerate(self._idle):
                 if buffer.bytes.size == size:
@@ -157,19 +153,19 @@ class StagingPool:
         return new_buffer(size, self._pinned)
 
     def give(self, buffer: StagingBuffer) -> None:
-        """Return a buffer to the pool. No copy may be under way from it or to it."""
+        """Return a buffer to the pool. All copies from it or to it must be done."""
         with self._lock:
             self._idle.append(buffer)
             self._release(self.capacity)
 
     def _release(self, most: int) -> None:
-        """Release idle buffers, the oldest first, until all buffers have at most a number of bytes."""
+        """Release idle buffers, oldest first, until all buffers have at most ``most`` bytes."""
         while self._idle and self.allocated > most:
             self.allocated -= self._idle.pop(0).bytes.size
 
 
 def pool_of(place: Any, capacity: int) -> StagingPool:
-    """Return the pool of a device, with this capacity in bytes from now on."""
+    """Return the pool of a device, and set its capacity in bytes."""
     pool = _pool(str(place), has_pinned_memory(place))
     if pool.capacity != capacity:
         pool.limit(capacity)
@@ -182,24 +178,24 @@ def _pool(device: str, pinned: bool) -> StagingPool:
 
 
 def new_buffer(size: int, pinned: bool) -> StagingBuffer:
-    """Return new host memory that is in no pool.
+    """Allocate host memory outside of a pool.
 
     Args:
-        size: in bytes.
+        size: number of bytes.
         pinned: whether it is page-locked.
     """
     import paddle
 
-    # Memory that is pinned afterwards, by Tensor.pin_memory(), would exist twice for a moment.
+    # Pinning it afterwards, with Tensor.pin_memory(), would temporarily need twice the memory.
     owner = paddle.empty([size], dtype="uint8", device=paddle.CUDAPinnedPlace() if pinned else paddle.CPUPlace())
     return StagingBuffer(owner, np.ndarray(size, np.uint8, memory_at(owner.data_ptr(), size)))
 
 
 class DeviceCopy:
-    """Copies between buffers and a device, which have begun; buffers and device memory live until they are done.
+    """Copies in progress between buffers and a device. It keeps both alive until the copies are done.
 
     Args:
-        ends: tensors of bytes, and tensors of as many bytes.
+        ends: pairs of source and target, flat tensors of equally many bytes.
         place: place of the device.
     """
 
@@ -213,10 +209,10 @@ class DeviceCopy:
         if self._ends is None:
             return
         started = time.monotonic()
-        # Its synchronize() would hold the interpreter's lock, so that no other thread could launch or watch anything.
+        # The event's synchronize() holds the interpreter lock, which would block all other threads.
         while self._arrival is not None and not self._arrival.query():
             if time.monotonic() - started > _QUIET_SECONDS:
-                self._arrival.synchronize()  # Some devices answer no to every query after an error, and raise it here.
+                self._arrival.synchronize()  # After an error some devices never complete a query; this raises it.
                 break
             time.sleep(_POLL_SECONDS)
         self._ends = self._arrival = None
@@ -224,25 +220,25 @@ class DeviceCopy:
 
 
 def begin_copy_to_device(buffer: StagingBuffer, target: Any) -> DeviceCopy:
-    """Begin to copy a full buffer to as many bytes of a device, a flat tensor."""
+    """Start to copy a full buffer to a flat device tensor of equally many bytes."""
     return DeviceCopy([(_host_tensor(buffer.bytes), target)], target.place)
 
 
 def begin_copies_to_host(ends: Ends) -> DeviceCopy:
-    """Begin to copy bytes of a device, flat tensors, to arrays of as many bytes of host memory."""
+    """Start to copy flat device tensors to host arrays of equally many bytes."""
     return DeviceCopy([(source, _host_tensor(memory)) for source, memory in ends], ends[0][0].place)
 
 
 def staged_pieces(parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool) -> Iterator[np.ndarray[Any, Any]]:
     """Return successive pieces of device tensors in host memory.
 
-    The copy of the first piece begins at once, and that of every other before its predecessor is returned. A piece is
-    valid until the next one is requested.
+    The copy of the first piece starts at once, and the copy of every other piece before its predecessor is returned. A
+    piece is valid until the next one is requested.
 
     Args:
-        parts: the bytes of whole elements, as flat tensors of one device.
-        dtype: that of the pieces.
-        pool: that of the device.
+        parts: the bytes of complete elements, as flat tensors of one device.
+        dtype: dtype of the pieces.
+        pool: the pool of the device.
     """
     pieces = _staged(parts, dtype, pool)
     next(pieces, None)
@@ -250,7 +246,7 @@ def staged_pieces(parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool)
 
 
 def _staged(parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield something once the first copy has begun, and then the pieces."""
+    """Yield once after the first copy has started, and then the pieces."""
     size = max(pool.piece_bytes // dtype.itemsize, 1) * dtype.itemsize
     begun: list[tuple[StagingBuffer, DeviceCopy, np.ndarray[Any, Any]]] = []
     try:
@@ -268,14 +264,14 @@ def _staged(parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool) -> It
             copy.wait()
             yield numbers
     finally:
-        # Also if the pieces are not requested, because buffers are used again.
+        # Also if the caller stops early, because buffers are reused.
         for buffer, copy, _ in begun:
             copy.wait()
             pool.give(buffer)
 
 
 def _cut(parts: Iterator[Any], size: int) -> Iterator[Any]:
-    """Yield successive bytes of the parts, as many as a buffer has."""
+    """Yield the parts in slices of at most the size of a buffer."""
     for part in parts:
         length = int(part.shape[0])
         for low in range(0, length, size):
@@ -283,7 +279,7 @@ def _cut(parts: Iterator[Any], size: int) -> Iterator[Any]:
 
 
 def _host_tensor(array: np.ndarray[Any, Any]) -> Any:
-    """Return a tensor over bytes of a buffer. A slice of a host tensor would be a copy while a device is current."""
+    """Return a tensor over bytes of a buffer. Slicing a host tensor would copy it while a device is current."""
     import paddle
     from paddle.base import core
 
@@ -294,9 +290,9 @@ def bytes_of(tensor: Any) -> Any:
     """Return the bytes of a contiguous tensor of a device as a flat tensor over the same memory.
 
     Args:
-        tensor: a ``paddle.Tensor`` that is no slice: Paddle counts the memory of a slice wrongly.
+        tensor: a ``paddle.Tensor`` that is not a slice, because Paddle miscounts the memory of a slice.
     Raises:
-        EnvironmentMismatch: Paddle copies where it should return a view.
+        EnvironmentMismatch: Paddle returned a copy instead of a view.
     """
     import paddle
 
@@ -312,12 +308,12 @@ def bytes_of(tensor: Any) -> Any:
 
 
 class TransferFigures(msgspec.Struct):
-    """Figures of the copies between host and devices during an operation.
+    """Statistics of the copies between host and devices during an operation.
 
     Attributes:
-        bytes: bytes whose copy has begun.
-        in_flight: maximum number of copies that had begun and were not waited for.
-        waited: seconds that the host waited for copies before it could use a buffer, or use it again.
+        bytes: bytes of the started copies.
+        in_flight: maximum number of copies in progress.
+        waited: seconds that the host waited for copies before it could use or reuse a buffer.
     """
 
     bytes: int = 0
@@ -326,17 +322,17 @@ class TransferFigures(msgspec.Struct):
 
 
 _measured: list[TransferFigures] = []
-"""The figures of all operations that are being measured, to which every copy is added."""
+"""The statistics of all measured operations; every copy is added to all of them."""
 _under_way = 0
 _measuring = threading.Lock()
 
 
 def _count(begun: int, size: int = 0, waited: float = 0.0) -> None:
-    """Add the begin or the end of a copy to the figures.
+    """Add the start or the end of a copy to the statistics.
 
     Args:
-        begun: 1 for a begin, -1 for an end.
-        size: bytes of a copy that begins.
+        begun: 1 for a start, -1 for an end.
+        size: bytes of a copy that starts.
         waited: seconds that the host has waited for copies.
     """
     global _under_way
@@ -350,7 +346,7 @@ def _count(begun: int, size: int = 0, waited: float = 0.0) -> None:
 
 @contextmanager
 def measured_transfers() -> Iterator[TransferFigures]:
-    """Context manager that yields the figures of the copies inside it, of all threads."""
+    """Context manager that measures the copies of all threads inside it, and yields their statistics."""
     figures = TransferFigures()
     with _measuring:
         _measured.append(figures)

@@ -1,22 +1,14 @@
-"""Stream live weights: whole canonical tensors, one after the other, on the ranks that want them.
+"""Stream live weights: complete canonical tensors, one by one, on the ranks that receive them.
 
-The ranks of a job are planned as a checkpoint in memory. A file of it is held by one rank, and each distinct shard is
-assigned to one of its holders, as in a save. So the source of a checkpoint, its mapping and its reads plan a stream as
-well, and the pieces arrive in rounds. To a few ranks they are sent one by one (:mod:`.exchange`). To many they go by
-one maximum of all ranks, each of which adds its own pieces: the bytes that a rank sends then do not grow with their
-number. No live tensor changes.
+The live tensors of all ranks are treated as a checkpoint in memory, whose "files" are held by ranks, so that a stream
+is planned like the reads of a checkpoint and transferred in rounds. Few receivers get pieces directly
+(:mod:`.exchange`), many by an all-reduce per round, so that the bytes that a rank sends do not grow with their number.
+Before every batch all ranks exchange whether they continue, and raise the error of any rank; a batch is yielded only
+after that. All receivers get all tensors, or the files of an export are divided among them (:mod:`.live_export`).
 
-The receivers get all tensors, or the files of an export are divided among them (:mod:`.live_export`): then each batch
-has tensors for every receiver, and the ranks write at the same time.
-
-A plan is kept for the next stream of the same shards. Before every batch of tensors, and at the end, the ranks exchange
-one word: that all of them go on, or the error of one of them, which all raise. A batch is passed on after the next
-word, so that no caller gets a tensor of which a rank could not send its part.
-
-Time: a rank sends its pieces once to each of few receivers, or twice the bytes of all tensors if there are many.
-Planning is linear in the distinct shards of the job, and in the pieces.
-Memory: a batch, and the pieces of a round as they are read, packed and received: together at most ``max_bytes``, or one
-tensor and a round; on the ranks that receive nothing one round. On a device also the batch there.
+Time: a rank sends its pieces once per receiver, or twice the bytes of all tensors. Planning is linear in the distinct
+shards of the job and the pieces, and cached. Memory: a batch and the pieces of a round, at most ``max_bytes``, or one
+tensor and a round.
 """
 
 from __future__ import annotations
@@ -94,14 +86,14 @@ Array = np.ndarray[Any, Any]
 Tensors: TypeAlias = Generator[tuple[str, Any], None, None]
 """Canonical names and tensors."""
 Buffer: TypeAlias = tuple[Any, Array]
-"""A tensor that is assembled, and its elements as a flat array over the same memory."""
+"""A tensor that is being assembled, and a flat array over the same memory."""
 _T = TypeVar("_T")
 
 DEFAULT_BYTES = 512 << 20
-"""Bytes that are under way on a rank at most, by default."""
+"""Default maximum number of bytes in transit on a rank."""
 
 MAX_DIRECT_RECEIVERS = 8
-"""Most ranks that pieces are sent to one by one."""
+"""Maximum number of receivers to which pieces are sent directly."""
 
 _MODEL = Path("the live model")
 _NAME_BYTES = 8
@@ -109,17 +101,17 @@ _NAME_BYTES = 8
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """What a stream yields, equal on all ranks.
+    """The content of a stream, equal on all ranks.
 
     Args:
-        receivers: the ranks that get the tensors, in rising order.
-        names: the canonical names of the tensors; None for all.
-        dtype: of the tensors that have the model's dtype; empty for the live one.
-        max_bytes: bound on the bytes that are under way on a rank; one tensor may exceed it.
-        is_exported: whether adapters have the names of an export, which are PEFT's; otherwise canonical names.
+        receivers: the ranks that receive the tensors, in ascending order.
+        names: the canonical names of the tensors; None for all tensors.
+        dtype: the dtype for tensors with the model's dtype; empty to keep it.
+        max_bytes: maximum number of bytes in transit on a rank; one tensor may exceed it.
+        is_exported: whether adapters have PEFT's names, as in an export; otherwise canonical names.
         max_file_bytes: bound on the tensors of one file of an export.
-        is_divided: whether each receiver gets the tensors of some of these files; otherwise it gets all tensors.
-        tied: the copy of a tied tensor, by pipeline stage; under ``refuse`` the copies must be equal.
+        is_divided: whether the files are divided among the receivers; otherwise each receiver gets all tensors.
+        tied: the pipeline stage whose copy of a tied tensor to use; under ``refuse`` the copies must be equal.
         role: ``model_state``, or ``ema_state`` for the moving averages.
     """
 
@@ -135,17 +127,17 @@ class StreamRequest:
 
     @property
     def is_united(self) -> bool:
-        """Whether all ranks get the pieces of a round in one array."""
+        """Whether a round is one all-reduce."""
         return len(self.receivers) > MAX_DIRECT_RECEIVERS and not self.is_divided
 
     @property
     def round_bytes(self) -> int:
-        """Bound on the bytes that a rank sends, and receives, in a round: it reads, packs and receives them."""
+        """Bound on the bytes that a rank sends, and receives, in a round."""
         return max(1, min(ROUND_BYTES, self.max_bytes // 8))
 
     @property
     def batch_bytes(self) -> int:
-        """Bound on the bytes of the tensors that are assembled together; a larger tensor is alone."""
+        """Bound on the bytes of the tensors that are assembled together; a larger tensor is a batch of its own."""
         return max(1, min(ROUND_BYTES, self.max_bytes // 2))
 
 
@@ -154,9 +146,9 @@ class Batch:
     """Tensors that are assembled together.
 
     Args:
-        tensors: the whole canonical tensors that this rank gets, in the order of the stream.
-        items: by range of a live shard that this rank gets, the parts of these tensors that it fills.
-        rounds: the pieces that this rank sends or receives; those of all ranks if they go into one array.
+        tensors: the complete canonical tensors that this rank receives, in the order of the stream.
+        items: for every range of a live shard that this rank receives, the parts of tensors that it fills.
+        rounds: the pieces that this rank sends or receives; the pieces of all ranks if a round is one all-reduce.
     """
 
     tensors: tuple[Shard, ...]
@@ -169,8 +161,8 @@ class HeldRange:
     """A range of a live shard that this rank sends.
 
     Args:
-        role: of the shard.
-        name: of the shard.
+        role: role of the shard.
+        name: name of the shard.
         start: index of the first element in the shard's memory.
     """
 
@@ -186,12 +178,12 @@ class StreamPlan:
     Args:
         batches: all tensors.
         held: the ranges that this rank sends, by file and offset.
-        sides: its copies of tied tensors, which are hashed before the first batch.
+        sides: this rank's copies of tied tensors, which are hashed before the first batch.
         has_ties: whether any rank has such a copy.
-        ties: the tied tensors that are compared, on the first rank.
+        ties: the tied tensors to compare, on the first rank.
         shared: canonical name of an adapter's tensor -> canonical name of the tensor that several layers share.
         files: the files of an export that is divided among the receivers.
-        checkpoint: the live tensors as a checkpoint, for the documents of such an export; on the first rank.
+        checkpoint: the live tensors as a checkpoint, for the metadata files of such an export; on the first rank.
     """
 
     batches: tuple[Batch, ...]
@@ -205,13 +197,13 @@ class StreamPlan:
 
 
 class _LiveJob(msgspec.Struct, frozen=True, array_like=True):
-    """The live tensors of all ranks as a checkpoint, on its way to them.
+    """Message with the live tensors of all ranks as a checkpoint.
 
     Args:
-        name: of the plan.
+        name: name of the plan.
         assignment: the ranks that send shards with several holders.
         files: path -> name -> shard, encoded.
-        owners: the rank that holds a file, by path, which begins with the role of its tensors.
+        owners: the rank that holds each file, by path. A path begins with the role of its tensors.
         mapping: the content of ``mapping.json``.
         sides: the copies of tied tensors that ranks hash.
     """
@@ -228,7 +220,7 @@ _PLANS = PlanCache[StreamPlan]()
 
 
 def part_of(weights: Roles, model: ModelDescription) -> LivePart:
-    """Return what this rank brings into a stream.
+    """Return this rank's part of a stream.
 
     Args:
         weights: role -> name -> live ``ShardedWeight`` of this rank.
@@ -238,7 +230,7 @@ def part_of(weights: Roles, model: ModelDescription) -> LivePart:
 
 
 def known_plans(part: LivePart, request: StreamRequest, rank: int) -> dict[bytes, StreamPlan]:
-    """Return the plans that this rank has kept for a stream, by name."""
+    """Return the plans that this rank has cached for a stream, by name."""
     return _PLANS.known(rank, _facts(part, request))
 
 
@@ -253,16 +245,16 @@ def plan_stream(
     named: Sequence[Sequence[bytes]],
     channel: Channel,
 ) -> StreamPlan:
-    """Return the plan of a stream, kept from an earlier one if all ranks have it. Every rank must call.
+    """Return the plan of a stream, from the cache if all ranks have it. Every rank must call.
 
     Args:
-        part: what this rank brings into it.
-        request: equal on all ranks.
+        part: this rank's part.
+        request: the content of the stream, equal on all ranks.
         plans: the result of :func:`known_plans`.
         named: the names of the plans of every rank, by rank.
         channel: all ranks.
     Raises:
-        FlexError: the same on every rank: the weights cannot be mapped, or the request does not fit them.
+        FlexError: the same on every rank: the weights cannot be mapped, or do not match the request.
     """
     usable = set.intersection(*(set(names) for names in named))
     if usable:
@@ -288,10 +280,10 @@ def describe_job(payloads: Sequence[bytes], model: ModelDescription, ties: list[
     Args:
         payloads: the shards of every rank, encoded, by rank.
         model: the description of the model.
-        ties: gets the tied tensors that the first rank compares.
+        ties: receives the tied tensors that the first rank compares.
     Raises:
         MappingError: the mapping of the model cannot be bound or proved.
-        MismatchError: the shards of all ranks are not the whole model, once.
+        MismatchError: the shards of all ranks do not form the complete model.
     """
     job = decode_shards(payloads)
     mapping, _ = proved_mapping(job, model)
@@ -316,17 +308,17 @@ def plan_of_rank(
     rank: int,
     ties: Sequence[Ties],
 ) -> tuple[bytes, StreamPlan]:
-    """Return the name of a plan, and the part of one rank.
+    """Return the name of a plan, and one rank's part of it.
 
     Args:
         packed: the result of :func:`describe_job`.
-        shards: of the rank, in the order in which it has described them.
+        shards: the shards of the rank, in the order of its description.
         model: the description of the model.
-        request: what is streamed.
+        request: the content of the stream.
         rank: the rank.
-        ties: the tied tensors that it compares; none but on the first rank.
+        ties: the tied tensors to compare; empty except on the first rank.
     Raises:
-        FlexError: the request does not fit the model.
+        FlexError: the request does not match the model.
     """
     job = decoder_of(_LiveJob).decode(zlib.decompress(packed))
     files, offsets = decode_shards([job.files]), dict[tuple[str, str], int]()
@@ -341,10 +333,10 @@ def plan_of_rank(
     faults = [fault for _, found in gathered.values() for fault in found]
     if faults:
         raise MismatchError(
-            "Ranks describe tensors that contradict each other.",
+            "The ranks describe inconsistent shards.",
             where=str(_MODEL),
             evidence=fold(faults),
-            next_step="The ranks describe shards that do not fit together; check the parallel configuration.",
+            next_step="Check the parallel configuration.",
         )
     described, rules = decode_mapping(job.mapping, MAPPING_NAME)
     visible = {path: (owner,) for path, owner in job.owners.items()}
@@ -399,7 +391,7 @@ def _batches(
 
 
 def _share(files: Sequence[OutputFile], request: StreamRequest) -> Iterator[Sequence[Shard]]:
-    """Yield the tensors of some files in batches. The first tensor is alone, so that it comes as soon as it can."""
+    """Yield the tensors of some files in batches. The first tensor is a batch of its own, so that it arrives early."""
     tensors = _selected([one for file in files for one in file.tensors], request.names)
     if tensors:
         yield tensors[:1]
@@ -407,7 +399,7 @@ def _share(files: Sequence[OutputFile], request: StreamRequest) -> Iterator[Sequ
 
 
 def _united_rounds(moves: Sequence[Transfer], limit: int) -> Iterator[tuple[TransferPiece, ...]]:
-    """Yield the pieces of all ranks that go into one array each, of at most ``limit`` bytes or one element."""
+    """Yield the pieces of all ranks in rounds of at most ``limit`` bytes, or of one element."""
     pieces = (
         TransferPiece(move, box)
         for move in moves
@@ -419,7 +411,7 @@ def _united_rounds(moves: Sequence[Transfer], limit: int) -> Iterator[tuple[Tran
 def _source_and_files(
     checkpoint: OpenedCheckpoint, request: StreamRequest
 ) -> tuple[ReadSource, tuple[OutputFile, ...]]:
-    """Return the source of all tensors that a stream may contain, and the files of an export that has them."""
+    """Return the source of all tensors that a stream may contain, and the files of an export with these tensors."""
     if not request.is_exported:
         source = canonical_source(checkpoint)
         return source, (OutputFile("", MODEL_STATE, tuple(canonical_layout(source)[MODEL_STATE].values())),)
@@ -432,10 +424,10 @@ def _source_and_files(
 
 
 def _selected(tensors: Sequence[Shard], names: Sequence[str] | None) -> Sequence[Shard]:
-    """Return the tensors of these names, in the order of the model.
+    """Return the tensors with these names, in the order of the model.
 
     Raises:
-        OptionError: with the names that the model does not have.
+        OptionError: lists the names that the model does not have.
     """
     if names is None:
         return tensors
@@ -446,23 +438,23 @@ def _selected(tensors: Sequence[Shard], names: Sequence[str] | None) -> Sequence
             f"The model has no such tensor: {count_text(len(missing), 'name')} of {len(names)}.",
             where="names",
             evidence=[f"{name}; {likely_meant(name, known)}".rstrip("; ") for name in missing[:8]],
-            next_step="Give canonical names, as an export has them.",
+            next_step="Use canonical names, as in an export.",
         )
     return [one for one in tensors if one.name in set(names)]
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream that has been planned.
+    """A planned stream.
 
     Args:
-        plan: the part of this rank.
-        part: what this rank brings into it; its weights must not change while the stream is read.
-        request: what is streamed.
+        plan: this rank's plan.
+        part: this rank's part; its weights must not change while the stream is read.
+        request: the content of the stream.
         channel: all ranks of the job.
-        place: of the tensors; None for host memory.
-        merge: the adapters that are added to the weights; None without them.
-        as_arrays: whether numpy arrays are yielded, not tensors of Paddle.
+        place: place for the tensors; None for host memory.
+        merge: adapters to merge into the weights, if any.
+        as_arrays: whether to yield numpy arrays instead of Paddle tensors.
     """
 
     plan: StreamPlan
@@ -477,7 +469,7 @@ class Stream:
         """Yield canonical names and tensors; a rank that receives nothing only sends. Every rank must iterate.
 
         Raises:
-            FlexError: the same on every rank. Tensors that were yielded before are whole.
+            FlexError: the same on every rank. Tensors that were yielded before are complete.
         """
         failures: list[Exception] = []
         ready: list[tuple[str, Any]] = []
@@ -486,7 +478,7 @@ class Stream:
             self._agree(failures)
             try:
                 yield from ready
-            except GeneratorExit:  # The others are about to receive this batch.
+            except GeneratorExit:  # The other ranks are about to receive this batch.
                 rank = self.channel.rank
                 ended = PeerError(
                     f"Rank {rank} has ended the stream before its end.",
@@ -498,13 +490,13 @@ class Stream:
                 raise
             except Exception as error:
                 self._leave(batch, error)
-            ready = []  # Its memory is used again.
+            ready = []  # Releases the memory of the batch.
             if batch is not None:
                 ready = self._assemble(batch, failures)
         self._agree(failures)
 
     def _compare_ties(self, failures: list[Exception]) -> None:
-        """Compare the copies of tied tensors, of a job that has several; a difference is an error of the first rank."""
+        """Compare the copies of tied tensors, if there are any; the first rank records a difference as its error."""
         if not self.plan.has_ties or self.request.tied != REFUSE:
             return
         views = {
@@ -525,16 +517,16 @@ class Stream:
             )
 
     def _agree(self, failures: Sequence[Exception]) -> None:
-        """Exchange a word with the other ranks; raise the error of any of them."""
+        """Exchange errors with the other ranks, and raise the error of any rank."""
 
-        def word() -> None:
+        def raise_own() -> None:
             if failures:
                 raise failures[0]
 
-        run_on_all(self.channel, "streaming weights", word)
+        run_on_all(self.channel, "streaming weights", raise_own)
 
     def _leave(self, batch: Batch | None, error: Exception) -> None:
-        """Take part in the next batch, and raise an error of this rank on all of them."""
+        """Take part in the next batch, then raise an error of this rank on all ranks."""
         if batch is not None:
             self._assemble(batch, [error])
         self._agree([error])
@@ -542,7 +534,7 @@ class Stream:
     def _assemble(self, batch: Batch, failures: list[Exception]) -> list[tuple[str, Any]]:
         """Send and receive the pieces of a batch, and return its tensors.
 
-        An error is added to the failures, and this rank takes part in the rounds to their end.
+        Errors are added to the failures, and this rank takes part in all rounds.
         """
         buffers: dict[str, Buffer] = {}
         reader = LiveReader(self.part.tensors, self.plan.held)
@@ -558,7 +550,7 @@ class Stream:
         return found
 
     def _empty(self, shard: Shard) -> Buffer:
-        """Return memory of the host for a whole tensor."""
+        """Allocate host memory for a complete tensor."""
         if self.as_arrays:
             array = np.empty(shard.global_shape, numpy_dtype(shard.dtype))
             return array, array.reshape(-1)
@@ -566,14 +558,14 @@ class Stream:
         return tensor, slot_of(tensor).open().array()
 
     def _finished(self, buffers: Mapping[str, Buffer]) -> list[tuple[str, Any]]:
-        """Return assembled tensors with their adapters added, at their place."""
+        """Return assembled tensors with merged adapters, at the requested place."""
         if self.merge is not None:
             for name, (_, elements) in buffers.items():
                 self.merge.apply(name, 0, elements)
         if self.place is None:
             return [(name, tensor) for name, (tensor, _) in buffers.items()]
         found = [(name, tensor._copy_to(self.place, False)) for name, (tensor, _) in buffers.items()]
-        current_stream(self.place).synchronize()  # Once for all of them.
+        current_stream(self.place).synchronize()
         return found
 
 
@@ -586,10 +578,10 @@ def consume(
         tensors: the stream.
         channel: all ranks of the job.
         doing: description of the work.
-        work: gets the stream, and need not read it to its end.
+        work: receives the stream, and need not read it to its end.
         kind: type of its result; anything that msgspec encodes.
     Raises:
-        FlexError: the same on every rank: the stream or the work has failed on one of them.
+        FlexError: the same on every rank: the stream or the work failed on some rank.
     """
     ended: list[bool] = []
     draining = _draining(tensors, ended)
@@ -597,16 +589,16 @@ def consume(
     results: list[_T] = []
     attempt(failures, lambda: results.append(work(draining)))
     if failures:
-        next(draining, None)  # The work may have failed before it began to read.
+        next(draining, None)  # Starts the stream, in case the work failed before it began to read.
         if not ended:
-            draining.throw(failures[0])  # Raised on all ranks, which are in the stream.
+            draining.throw(failures[0])  # The stream raises it on all ranks.
     for _ in draining:
         pass
     return all_gather_checked(channel, doing, partial(_result, results, failures), kind)
 
 
 def _draining(tensors: Tensors, ended: list[bool]) -> Tensors:
-    """Yield the tensors of a stream, and note that all ranks have come to its end."""
+    """Yield the tensors of a stream, and record when all ranks have reached its end."""
     yield from tensors
     ended.append(True)
 
@@ -620,10 +612,7 @@ def _result(results: Sequence[_T], failures: Sequence[Exception]) -> _T:
 def _unite_round(
     channel: Channel, pieces: Sequence[TransferPiece], own: Sequence[Array]
 ) -> list[tuple[TransferPiece, Array]]:
-    """Return all pieces of a round, to which every rank adds its own. Every rank must call.
-
-    Arguments are those of :func:`.exchange_round`.
-    """
+    """Return all pieces of a round by an all-reduce, like :func:`.exchange_round`. Every rank must call."""
     array, end, left = np.zeros(sum(piece.size for piece in pieces), np.uint8), 0, iter(own)
     for piece in pieces:
         end += piece.size
@@ -633,14 +622,14 @@ def _unite_round(
 
 
 def empty_tensor(shard: Shard) -> Any:
-    """Return memory of the host for a whole tensor, as a ``paddle.Tensor``."""
+    """Allocate host memory for a complete tensor, as a ``paddle.Tensor``."""
     import paddle
 
     return paddle.empty(shard.global_shape, dtype=shard.dtype, device=paddle.CPUPlace())
 
 
 def _place(items: Sequence[ReadItem], piece: TransferPiece, array: Array, buffers: Mapping[str, Buffer]) -> None:
-    """Copy a received piece to every tensor that it is a part of."""
+    """Copy a received piece into every tensor that contains it."""
     for item in items:
         box = piece.box.relative_to(item.stored.part.lo)
         view = item_view(buffers[item.name][1], item)
@@ -648,7 +637,7 @@ def _place(items: Sequence[ReadItem], piece: TransferPiece, array: Array, buffer
 
 
 class LiveReader:
-    """Reads pieces of live shards, of a device through staging memory with one wait for all pieces of a round.
+    """Reads pieces of live shards, from a device through staging memory with one wait per round.
 
     Args:
         weights: role -> name -> live weight.
@@ -667,7 +656,7 @@ class LiveReader:
         return found or [np.zeros(one.box.shape, numpy_dtype(one.move.part.dtype)) for one in pieces]
 
     def release(self) -> None:
-        """Give staging memory back, once the pieces have been sent."""
+        """Release staging memory after the pieces have been sent."""
         for pool, buffer in self._staged:
             pool.give(buffer)
         self._staged.clear()
@@ -686,7 +675,7 @@ class LiveReader:
         return [_inside(flat, one.move.part.shape, one.box) for flat, one in zip(rows, pieces, strict=True)]
 
     def _elements(self, tensor: Any, start: int, stop: int, ends: list[tuple[Any, Array]]) -> Array:
-        """Return a range of a tensor's elements, to which those of a device have to be copied first."""
+        """Return a range of a tensor's elements; ``ends`` receives the copies from a device that are needed first."""
         view = host_view(tensor)
         if view is not None:
             return view[start:stop]
@@ -709,7 +698,7 @@ def _axis(shape: Shape) -> int:
 
 
 def _rows(shape: Shape, box: Box) -> tuple[int, int]:
-    """Return the range of elements of the rows that a box of a row-major shape is in."""
+    """Return the range of elements of the rows that contain a box of a row-major shape."""
     if not shape:
         return 0, 1
     axis = _axis(shape)
@@ -718,7 +707,7 @@ def _rows(shape: Shape, box: Box) -> tuple[int, int]:
 
 
 def _inside(flat: Array, shape: Shape, box: Box) -> Array:
-    """Return a box as a view of the rows that it is in."""
+    """Return a box as a view of the rows that contain it."""
     if not shape:
         return flat.reshape(())
     axis = _axis(shape)

@@ -1,26 +1,14 @@
-"""Verify that a checkpoint is as it was saved, and that all of it can be used.
+"""Verify that a checkpoint is as it was saved, and that it can be used.
 
-================  ==================================================================================================
-``manifest``      it can be read and matches its own checksum
-``files``         every file is there and of its size; at level ``full`` every byte is as it was written
-``tensors``       headers follow their format; every tensor is stored whole and once, and is in the rules
-``run``           documents of the Trainer have the manifest's step, samples and ranks (not at level ``off``)
-``mapping``       the rules are proved; all canonical tensors can be made
-``equal values``  tied tensors, and numbers stored several times, are equal bit for bit, and weights of 16 bits are
-                  their rounded master weights (level ``full``); at every level the save found the copies of tied
-                  tensors equal
-================  ==================================================================================================
+Checks of a flex checkpoint: ``manifest`` (valid, matches its own checksum), ``files`` (sizes; at level ``full`` all
+bytes), ``tensors`` (headers; every tensor is complete and stored once), ``run`` (the Trainer's files match the
+manifest; not at level ``off``), ``mapping`` (proved) and ``equal values`` (tied tensors, repeated numbers, and 16-bit
+weights against their rounded master weights; level ``full``). Open weights have ``checksums``, ``tensors``, ``model``
+(names and shapes match ``config.json``) and ``equal values``. For other formats see ``Format.checks``.
 
-The format of a checkpoint determines which checks are made (``Format.checks``). Damaged files do not prevent the checks
-of headers and mapping; every other check requires the ones before it. One error lists the faults of all checks. Missing
-read permission is no evidence of damage: such a check counts as not made. Open weights have four checks: ``checksums``
-(those that an export has recorded), ``tensors`` (index, headers and ranges), ``model`` (names, shapes and sizes match
-``config.json``, by its family), and ``equal values``. Stock checkpoints have neither checksums nor a stored mapping; a
-load compares what ``equal values`` compares. For files of ranks and unified checkpoints, ``model`` is a proof that all
-tensors of the configuration are stored. The outcome lists the parts that cannot be checked, and the checkpoints below
-the directory, which are not checked.
-
-Time: at level ``full`` one pass over the files, by a few threads; memory: one block per thread.
+Damaged files do not prevent the checks of headers and mapping; every other check requires the previous ones. One error
+lists the faults of all checks. Missing read permission does not count as damage: the check is reported as not done.
+Time: at level ``full`` one pass over the files, by a few threads. Memory: one block per thread.
 """
 
 from __future__ import annotations
@@ -57,21 +45,21 @@ _EQUAL = "equal values"
 
 
 class Verification(msgspec.Struct, frozen=True):
-    """The outcome.
+    """The result of a verification.
 
     Attributes:
         kind: ``flex_checkpoint``, ``huggingface`` or ``paddle``.
-        path: the directory as it was named.
+        path: the directory, as the user named it.
         level: ``off``, ``size`` or ``full``.
         passed: whether no check failed.
-        checks: in the order in which they were made.
-        not_checked: the checks that were not made: one that they require failed, a file cannot be read, or the level
+        checks: the checks, in the order in which they ran.
+        not_checked: the checks that did not run, because a required check failed, a file cannot be read, or the level
             does not include them.
-        files: files of the checkpoint.
-        bytes: their sizes together.
-        tensors: stored tensors, of all roles.
-        seconds: how long it took.
-        cannot_be_checked: the properties that the directory records no evidence of, one line each.
+        files: number of files of the checkpoint.
+        bytes: total size of the files.
+        tensors: number of stored tensors in all roles.
+        seconds: duration of the verification.
+        cannot_be_checked: properties that cannot be checked with the content of the directory, one line each.
         below: checkpoints below the directory, which were not checked, one line each.
     """
 
@@ -94,11 +82,11 @@ def verify_checkpoint(directory: AnyPath, level: str) -> tuple[Verification, Fle
 
     Args:
         directory: a checkpoint of any format.
-        level: ``off`` reads manifest and headers, ``size`` looks at the files as well, ``full`` reads every byte.
+        level: ``off`` reads manifest and headers, ``size`` also checks the sizes of files, ``full`` reads every byte.
     Returns:
-        the outcome, and the error that lists every fault, or None.
+        the result, and an error that lists every fault, or None.
     Raises:
-        OptionError: the directory is not a checkpoint and there are checkpoints below it.
+        OptionError: the directory is not a checkpoint, but there are checkpoints below it.
         NotACheckpoint: it is not a checkpoint.
     """
     started = time.monotonic()
@@ -150,7 +138,7 @@ def verify_checkpoint(directory: AnyPath, level: str) -> tuple[Verification, Fle
 
 
 def _below(directory: AnyPath) -> list[str]:
-    """Return a line for every checkpoint in a directory, of a local one also two levels below; none is verified."""
+    """Return a line for every checkpoint in a directory, and in a local one also up to two levels deeper."""
     found: list[AnyPath] = list(list_directory(directory))
     if isinstance(directory, Path):
         found += checkpoints_below(directory)
@@ -181,13 +169,13 @@ def _check_mapping(checkpoint: OpenedCheckpoint, level: str, checks: CheckList) 
 
 
 def _check_copies(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
-    """Compare what a load compares of a checkpoint without a stored mapping: its ties follow from its family."""
+    """Compare what a load compares of a checkpoint without a stored mapping, whose ties follow from its family."""
     stored = OPEN_WEIGHTS if checkpoint.format.canonical else CHECKPOINT
     try:
         source = canonical_source(checkpoint)
         if checkpoint.format.canonical:
             family_for(checkpoint.config)
-            # Both names of a tied tensor are canonical.
+            # Open weights may store both names of a tied tensor.
             source = structs.replace(source, stored_aliases=canonical_ties(described_by_file(checkpoint.config)))
     except (MappingError, NotACheckpoint) as error:
         checks.impossible.append(f"copies of tied tensors: {error.in_one_line()}")
@@ -198,13 +186,13 @@ def _check_copies(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
 
 
 def _compare(checkpoint: OpenedCheckpoint, source: ReadSource, plan: LoadPlan, level: str) -> tuple[int, int]:
-    """Compare what must be equal, and return the number of pairs, and of weights that have master weights."""
+    """Compare what must be equal, and return the number of pairs, and of weights with master weights."""
     record, rounded = checkpoint.commit_record, 0
     if record is not None:
         check_not_diverged(checkpoint.catalog.root, record)
     if level == "full":
         verify_equal(plan.checks, checkpoint.catalog.root, identities=checkpoint.catalog.identities)
-        # Of replicas that differ one has been saved for the weight, and maybe another one for the master weight.
+        # If replicas differed, weight and master weight may have been saved from different replicas.
         if record is None or not record.differences:
             rounded = compare_rounded(source)
     return len(plan.checks), rounded
@@ -213,11 +201,11 @@ def _compare(checkpoint: OpenedCheckpoint, source: ReadSource, plan: LoadPlan, l
 def _equal_text(pairs: int, rounded: int) -> str:
     found = [f"{count_text(pairs, 'pair')} compared"] if pairs else []
     found += [f"{count_text(rounded, 'weight')} compared with master weights"] if rounded else []
-    return ", ".join(found) or "there are no tied tensors and no numbers that are stored several times"
+    return ", ".join(found) or "no tied tensors, and no numbers that are stored several times"
 
 
 def _planned(source: ReadSource, stored: str = CHECKPOINT) -> LoadPlan:
-    """Return the plan that makes every canonical tensor of every role out of the stored tensors."""
+    """Return the plan that reads every canonical tensor of every role from the stored tensors."""
     plan = plan_reads(source, canonical_layout(source))
     plan.report.raise_error(str(source.catalog.root), stored=stored)
     return plan
@@ -225,7 +213,7 @@ def _planned(source: ReadSource, stored: str = CHECKPOINT) -> LoadPlan:
 
 def _plan_text(plan: LoadPlan) -> str:
     names = {(item.role, item.name) for item in plan.items}
-    return f"proved; {count_text(len(names), 'canonical tensor')} can be made"
+    return f"proved; {count_text(len(names), 'canonical tensor')}"
 
 
 def _check_model(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
@@ -235,7 +223,7 @@ def _check_model(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
     try:
         declared_model(family_for(checkpoint.config), described_by_file(checkpoint.config), ParallelGrid())
     except FlexError as error:
-        # An unknown family, or a configuration without sizes: no fault of the weights is known.
+        # An unknown family, or a configuration without sizes, is not a fault of the weights.
         checks.impossible.append(f"names, shapes and sizes: {error.in_one_line()}")
         return
     with checks.required("model"):
@@ -244,7 +232,7 @@ def _check_model(checkpoint: OpenedCheckpoint, checks: CheckList) -> None:
 
 
 def _model_text(found: GridPlan) -> str:
-    summary = f"names, shapes and sizes are those of {CONFIG_NAME}"
+    summary = f"names, shapes and sizes match {CONFIG_NAME}"
     optional = [f"{count_text(len(found.fresh), 'tensor')} absent"] if found.fresh else []
     optional += [f"{count_text(len(found.dropped), 'tensor')} not used"] if found.dropped else []
     return f"{summary}; optional: {', '.join(optional)}" if optional else summary
