@@ -361,26 +361,26 @@ def _plan_checkpoint(
     return _Preflight(with_shared_numbers(plan, roles), plan.report.merge([report]), may_stay_unread)
 
 
-def _family_difference(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
+def _family_difference(stored: ModelDescription, live: ModelDescription) -> list[str]:
     """Return a line if the families differ, which explains most other differences."""
-    one, other = stored.model_type, wanted.model_type
+    one, other = stored.model_type, live.model_type
     return [] if one == other else [f"the checkpoint is of family {one}, the model is {other}"]
 
 
-def _types_apart(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
+def _types_apart(stored: ModelDescription, live: ModelDescription) -> list[str]:
     """Return a line if open weights belong to another family, whose tensors may have the same names and shapes."""
     if not is_known(stored.config):
         return []
-    if is_known(wanted.config) and family_for(stored.config) is family_for(wanted.config):
+    if is_known(live.config) and family_for(stored.config) is family_for(live.config):
         return []
-    return [f"model_type: stored {stored.model_type}, wanted {wanted.model_type}"]
+    return [f"model_type: stored {stored.model_type}, wanted {live.model_type}"]
 
 
-def _head_count_difference(stored: ModelDescription, wanted: ModelDescription) -> list[str]:
+def _head_count_difference(stored: ModelDescription, live: ModelDescription) -> list[str]:
     """Return differences in the number of attention heads, which may not show in the shapes of tensors."""
-    if not (is_known(stored.config) and is_known(wanted.config)):
+    if not (is_known(stored.config) and is_known(live.config)):
         return []
-    before, after = (family_heads(family_for(model.config), model) for model in (stored, wanted))
+    before, after = (family_heads(family_for(model.config), model) for model in (stored, live))
     return [
         f"{key}: stored {before[key]}, wanted {count}"
         for key, count in after.items()
@@ -475,7 +475,7 @@ def _plan_weights(opened: OpenedCheckpoint, target: LoadTarget, roles: Roles) ->
     from paddleformers_fc.formats.huggingface import check_orientation, linear_weights
     from paddleformers_fc.formats.quantized import in_float32
 
-    model, shards, beside = target.model, describe_roles(roles), ModelDescription(opened.config)
+    model, shards, stored = target.model, describe_roles(roles), ModelDescription(opened.config)
     optional = OptionalNames(family_for(model.config), model) if model.rules is None else None
     aliases = canonical_ties(model)
     rules = model_rules(model, shards[MODEL_STATE])
@@ -487,19 +487,19 @@ def _plan_weights(opened: OpenedCheckpoint, target: LoadTarget, roles: Roles) ->
     else:
         source, report = resume_source(opened, rules)
     plan = plan_reads(source, shards)
-    for line in [*_types_apart(beside, model), *_head_count_difference(beside, model)]:
+    for line in [*_types_apart(stored, model), *_head_count_difference(stored, model)]:
         report.add("shape", line)
     return _Preflight(plan, plan.report.merge([report]), optional=optional)
 
 
-def _check_same_adapters(opened: OpenedCheckpoint, wanted: Adapters) -> None:
+def _check_same_adapters(opened: OpenedCheckpoint, expected: Adapters) -> None:
     """Check that stored adapters have the rank and scaling of the model's adapters.
 
     Raises:
         MismatchError: lists both values.
     """
-    stored = opened.known.adapters or wanted
-    values = {"r": (stored.r, wanted.r), "scaling": (stored.scaling, wanted.scaling)}
+    stored = opened.known.adapters or expected
+    values = {"r": (stored.r, expected.r), "scaling": (stored.scaling, expected.scaling)}
     faults = [f"{key}: stored {one}, wanted {other}" for key, (one, other) in values.items() if one != other]
     if faults:
         raise MismatchError(
@@ -645,13 +645,13 @@ def cast_lines(plan: LoadPlan, roles: Roles) -> Iterator[str]:
     """
     found: dict[tuple[str, str, str, str], set[str]] = {}
     for item in plan.items:
-        wanted, stored = dtype_name(roles[item.role][item.name].local_tensor), item.stored
+        dtype, stored = dtype_name(roles[item.role][item.name].local_tensor), item.stored
         source = stored.file.partition("/")[0]
-        if stored.dtype != wanted or (source in ROLES and source != item.role):
-            found.setdefault((item.role, source, stored.dtype, wanted), set()).add(item.name)
-    for (role, source, stored_dtype, wanted), names in sorted(found.items()):
+        if stored.dtype != dtype or (source in ROLES and source != item.role):
+            found.setdefault((item.role, source, stored.dtype, dtype), set()).add(item.name)
+    for (role, source, stored_dtype, dtype), names in sorted(found.items()):
         origin = f" from {source}" if source in ROLES and source != role else ""
-        yield f"{role}{origin} {stored_dtype} to {wanted}: {count_text(len(names), 'tensor')}"
+        yield f"{role}{origin} {stored_dtype} to {dtype}: {count_text(len(names), 'tensor')}"
 
 
 def _compare_copies(load: PreparedLoad, catalog: Catalog) -> None:
@@ -690,7 +690,7 @@ def _mark(marks: Bytes, catalog: Catalog, plan: LoadPlan) -> None:
     marks[:] = np.fromiter(is_read, bool, marks.size)
 
 
-def _untouched(catalog: Catalog, marks: Bytes, wanted: Collection[str]) -> list[Stored]:
+def _untouched(catalog: Catalog, marks: Bytes, loaded: Collection[str]) -> list[Stored]:
     """Return role and name of the stored tensors of loaded roles that no rank reads."""
     stored = ((role, name) for role, names in catalog.sorted_names.items() for name in names)
-    return sorted(one for one, is_read in zip(stored, marks, strict=True) if not is_read and one[0] in wanted)
+    return sorted(one for one, is_read in zip(stored, marks, strict=True) if not is_read and one[0] in loaded)

@@ -394,8 +394,8 @@ def check_newest(directory: AnyPath, manifest: Manifest) -> None:
         Corrupt: its name contradicts its step.
         Diverged: it was saved with diverged copies of tied tensors.
     """
-    beside = parse_hidden(directory)
-    step = parse_step(directory if beside is None else beside[0])
+    hidden = parse_hidden(directory)
+    step = parse_step(directory if hidden is None else hidden[0])
     if step is not None and step != manifest.step:
         raise Corrupt(
             f"{directory} contains step {manifest.step}: rename it to checkpoint-{manifest.step} if that name is free.",
@@ -492,9 +492,9 @@ def candidates(directories: Iterable[Path]) -> list[Path]:
     """Return the directories with names of checkpoints, highest step first, and backups after plain names."""
     ranked: list[tuple[int, int, str, Path]] = []
     for path in directories:
-        beside = parse_hidden(path)
-        aside = beside is not None and beside[1] == ASIDE
-        step = parse_step(beside[0] if beside is not None and aside else path)
+        hidden = parse_hidden(path)
+        aside = hidden is not None and hidden[1] == ASIDE
+        step = parse_step(hidden[0] if hidden is not None and aside else path)
         if step is not None:
             ranked.append((-step, int(aside), path.name, path))
     return [path for *_, path in sorted(ranked)]
