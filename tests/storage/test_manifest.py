@@ -432,5 +432,5 @@ def test_a_file_that_cannot_be_read_is_one_of_the_faults(checkpoint: Path, monke
 
 
 def test_an_unknown_level_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(OptionError, match=r"(?s)'fast' is unknown.*off, size, full"):
+    with pytest.raises(OptionError, match=r"(?s)level 'fast'.*off, size, full"):
         verify_files(checkpoint, read_manifest(checkpoint), "fast")

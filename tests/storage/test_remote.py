@@ -174,7 +174,7 @@ def test_a_missing_file_a_refused_one_and_a_failing_store_are_distinguished(serv
         served.refuse["data"] = status
         with pytest.raises(StorageError, match=f"(?s)refused to access .*data.*{status}") as caught:
             read_file(at(served, "data"))
-        assert ("right to read" in caught.value.next_step) == (status in (401, 403))
+        assert ("permission to read" in caught.value.next_step) == (status in (401, 403))
         with pytest.raises(StorageError):
             exists(at(served, "data"))
 

@@ -106,7 +106,7 @@ def test_a_refused_write_or_deletion_repeats_no_credentials(bucket: Bucket) -> N
         with pytest.raises(StorageError, match=f"refused to {action}") as caught:
             work()
         text = caught.value.render()
-        assert f"right to {action} it" in text
+        assert f"permission to {action} it" in text
         assert not any(secret in text for secret in CREDENTIALS.values())
         assert caught.value.__cause__ is None
 

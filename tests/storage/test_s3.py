@@ -90,7 +90,7 @@ def test_credentials_that_a_store_repeats_are_in_no_error(
     message = caught.value.render()
     assert "HTTP_X_AMZ_SECURITY_TOKEN: *** HTTP_AUTHORIZATION: AWS4-HMAC-SHA256 Credential=***/" in message
     assert not [secret for secret in (*CREDENTIALS.values(), *OPTIONS.values()) if secret in message]
-    assert "right to read" in caught.value.next_step
+    assert "permission to read" in caught.value.next_step
     # A traceback shows the whole chain.
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__

@@ -87,7 +87,7 @@ def test_every_kind_of_buffer_is_taken(tmp_path: Path) -> None:
         ([("__metadata__", "F32", (1,))], {}, "'__metadata__' is already in use"),
         ([("a", "float32", (1,))], {}, "Unknown tensor dtype 'float32'"),
         ([("a", "F32", (2, -1))], {}, r"'a' has the shape \[2, -1\]"),
-        ([("a\ud800", "F32", (1,))], {}, "not Unicode"),
+        ([("a\ud800", "F32", (1,))], {}, "not valid Unicode"),
         ([], {"a": 1}, r"__metadata__\['a'\] is not a string"),
         ([], {"a": "x" * 100_000_000}, "and at most 100000000"),
     ],
@@ -243,5 +243,5 @@ def test_a_shared_file_that_cannot_be_synced_is_closed_with_an_error(
     with pytest.raises(StorageError, match="EIO"):
         writer.close()
     monkeypatch.setattr(files, "os", os)
-    with pytest.raises(StorageError, match="is closed"):
+    with pytest.raises(StorageError, match="is already closed"):
         writer.close()

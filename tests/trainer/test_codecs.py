@@ -105,7 +105,7 @@ def test_a_damaged_document_is_named(raw: bytes) -> None:
 
 
 def test_a_list_is_no_object() -> None:
-    with pytest.raises(FormatError, match="it is a list, and not an object"):
+    with pytest.raises(FormatError, match="it is a list, not an object"):
         decode_object(b"[1]", "state.json")
 
 

@@ -64,7 +64,7 @@ def run(tmp_path: Path, recipe: Path, *more: str) -> int:
     ("name", "faults"),
     [
         ("tp3", ["vocab_size=128 is not divisible by tp=3", "num_key_value_heads=2 is not divisible by tp=3"]),
-        ("sd2s3+tp2", ["stage=3 with tp=2: tensor parallelism goes with the stages 1 and 2 alone"]),
+        ("sd2s3+tp2", ["stage=3 with tp=2: only stages 1 and 2 support tensor parallelism"]),
     ],
 )
 def test_layouts_of_a_recipe_are_refused_as_those_of_the_plan_verb_are(
