@@ -75,7 +75,7 @@ def test_conversions_of_every_format_to_a_store_have_the_bytes_of_one_to_a_direc
     assert again.code == 2, again.err
     inspected = run("inspect", url)
     assert inspected.code == (0 if form == "hf" else 1)
-    assert form == "hf" or "copy it to one first" in inspected.err
+    assert form == "hf" or "Copy it to a local directory" in inspected.err
 
 
 def test_a_conversion_at_a_store_is_not_written_into_its_source(weights: Path, bucket: Bucket) -> None:

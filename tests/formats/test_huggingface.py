@@ -81,7 +81,7 @@ def test_missing_files_of_numbered_ones_are_named(tmp_path: Path) -> None:
     for number in (1, 3):
         save_file(weights(f"t{number}"), tmp_path / f"model-0000{number}-of-00004.safetensors")
     assert HUGGINGFACE.recognises(tmp_path)
-    with pytest.raises(Corrupt, match="2 files of weights") as caught:
+    with pytest.raises(Corrupt, match="2 weight files") as caught:
         open_huggingface(tmp_path)
     assert caught.value.evidence == (
         "model-00002-of-00004.safetensors is missing",

@@ -433,7 +433,7 @@ def with_masters_as_weights(directory: Path) -> None:
     [
         (without_file, Corrupt, "1 file of the index cannot be found", SECOND),
         (without_index, Corrupt, "has no optimizer.safetensors.index.json", FIRST),
-        (without_tensor, Corrupt, "names files that lack 1 tensor", "lm_head.weight/moment1_0"),
+        (without_tensor, Corrupt, "Files lack 1 tensor of the index", "lm_head.weight/moment1_0"),
         (of_another_step, Corrupt, "files of different steps", "beta1_pow_acc_0 is 0.81"),
         (of_two_numberings, FormatError, "files of two checkpoints", "optimizer-00002-of-00003.safetensors"),
         (unmerged, FormatError, "unmerged files", "optimizer.tp00_pp00.safetensors"),
