@@ -173,7 +173,8 @@ def _memory(outcomes: Mapping[str, Outcome], exports: Mapping[str, int]) -> Iter
     yield "## Bytes and memory of this package"
     yield ""
     yield (
-        f"Amplification is bytes read by bytes needed; limit {MOST_AMPLIFICATION} under `flex_verify: off`. Under "
+        f"Amplification is bytes read by bytes needed; limit {MOST_AMPLIFICATION} under `flex_verify: off`. Rows "
+        "of less than 16 KiB are read with the gaps between them, up to 8 bytes for each that is needed. Under "
         "`full` one rank also reads the rest of a block that ranks read in part. Memory is resident memory of a rank "
         f"above its tensors; limit {MOST_MEMORY // MIB} MiB beside the largest single read for a load, 5 % of the "
         "shard for a save."

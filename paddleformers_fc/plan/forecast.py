@@ -46,7 +46,7 @@ from paddleformers_fc.plan.sources import huggingface_source, resume_source, sto
 from paddleformers_fc.plan.statements import statements_source
 from paddleformers_fc.storage.dtypes import dtype_size, model_dtype
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, IMAGE_BYTES
-from paddleformers_fc.storage.operations import DENSE_RUN, SHORT_RUN, bytes_read, row_major, strided_axes
+from paddleformers_fc.storage.operations import bytes_read, is_read_directly, row_major, strided_axes
 from paddleformers_fc.text import natural
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -379,8 +379,7 @@ def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
         return 0, 0
     lengths, sources, strides = strided_axes(size, row_major(stored.shape, widths[0]), by_axis, widths)
     is_run = stored.dtype == dtype and strides[-1] == widths[1]
-    is_dense = sources == row_major(lengths, widths[0])
-    is_direct = is_run and (len(lengths) == 1 or lengths[-1] * widths[1] >= (DENSE_RUN if is_dense else SHORT_RUN))
+    is_direct = is_run and (len(lengths) == 1 or is_read_directly(lengths, sources, widths[0]))
     # Scratch memory: an image of the file, and as much again for a transpose.
     return bytes_read(lengths, sources, widths[0]), 0 if is_direct else 2 * IMAGE_BYTES
 

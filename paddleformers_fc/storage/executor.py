@@ -37,7 +37,7 @@ from paddleformers_fc.storage.identities import (
     check_unreplaced,
     check_unreplaced_meanwhile,
 )
-from paddleformers_fc.storage.operations import DENSE_RUN, SHORT_RUN, Array, Operation
+from paddleformers_fc.storage.operations import Array, Operation, is_read_directly
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.progress import advance
 from paddleformers_fc.storage.remote import RemoteFile, open_remote
@@ -245,11 +245,10 @@ class _Worker:
     def _fill(self, path: AnyPath, low: int, high: int, pieces: list[Operation], hasher: Any) -> int:
         runs: list[Part] = []
         copied: list[Operation] = []
-        with_gaps, dense = (SHORT_RUN, DENSE_RUN) if hasher is None else (_HASHED_RUN, _HASHED_RUN)
         for piece in pieces:
             if not piece.sizes:
                 runs.append((piece.begin, piece.size, piece.address))
-            elif (run := piece.run) >= (dense if piece.needed == piece.size else with_gaps):
+            elif (run := piece.run) and _is_direct(piece, is_hashed=hasher is not None):
                 offsets, addresses = piece.runs()
                 runs.extend(zip(offsets.tolist(), [run] * len(offsets), addresses.tolist(), strict=True))
             else:
@@ -348,6 +347,13 @@ class _Worker:
                 check_unreplaced(file, self._identities)
         finally:
             file.close()
+
+
+def _is_direct(piece: Operation, is_hashed: bool) -> bool:
+    """Return whether runs of bytes are read directly into memory."""
+    if is_hashed:
+        return piece.run >= _HASHED_RUN
+    return is_read_directly(piece.sizes, piece.sources, piece.dtype.itemsize)
 
 
 def _gaps(runs: Sequence[Part], low: int, high: int) -> list[tuple[int, int]] | None:

@@ -33,12 +33,15 @@ from paddleformers_fc.storage.dtypes import (
 from paddleformers_fc.storage.files import memory_at
 from paddleformers_fc.storage.paths import AnyPath
 
-MAX_OVER_READ = 2.0
+MAX_OVER_READ = 8.0
 """Maximum ratio of bytes read to bytes needed, if short runs are read with the gaps between them."""
-SHORT_RUN = 1024
-"""Shorter runs are read with the gaps between them, because copying from an image is faster than separate reads."""
+SHORT_RUN = 16 << 10
+"""Shorter runs are read with the gaps between them. From a page cache this takes as long as separate reads. A disk or
+a network file system sends the gaps in less time than it takes for more requests, up to a millisecond each."""
 DENSE_RUN = 8 << 10
-"""Like ``SHORT_RUN``, for runs without gaps in the file but with gaps in memory."""
+"""Shorter runs without gaps in the file but with gaps in memory are copied from an image."""
+DIRECT_RUN = 1 << 10
+"""Shorter runs are copied from an image, which is faster than one read for each."""
 STRIPE = 128
 """Rows of a transpose that are copied at a time, so that a cache line of each stays in the L1 cache."""
 COLUMN_BYTES = 4096
@@ -444,6 +447,20 @@ def row_major(shape: Sizes, width: int) -> Sizes:
         strides.append(step)
         step *= length
     return tuple(reversed(strides))
+
+
+def is_read_directly(sizes: Sizes, sources: Sizes, width: int) -> bool:
+    """Return whether the runs of a box are read directly into memory; otherwise they are copied from an image.
+
+    Args:
+        sizes: lengths of the axes; the last one is a run on both sides.
+        sources: byte strides in the file.
+        width: bytes of an element.
+    """
+    run = sizes[-1] * width
+    if sources == row_major(sizes, width):
+        return run >= DENSE_RUN
+    return run >= DIRECT_RUN and _file_span(sizes, sources, width)[1] == run
 
 
 def bytes_read(sizes: Sizes, sources: Sizes, width: int) -> int:

@@ -232,7 +232,7 @@ def test_one_message_for_all_may_be_longer_than_those_of_all_ranks_together(monk
         arrived = broadcast(channel, "reading the metadata", lambda: bytes(900), bytes)
         with pytest.raises(PeerError, match=r"reading a log are too large: the longest exceeds 1,000 bytes"):
             broadcast(channel, "reading a log", lambda: bytes(1000), bytes)
-        with pytest.raises(PeerError, match="describing shards are too large.* all others exceed 100 bytes"):
+        with pytest.raises(PeerError, match=r"describing shards are too large.* all others exceed 100 bytes"):
             all_gather_checked(channel, "describing shards", lambda: bytes([channel.rank] * 120), bytes)
         return len(arrived), any(arrived)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import given, strategies as st
 from paddleformers_fc.storage import operations
 from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
 from paddleformers_fc.storage.dtypes import FP4, ScaledTensor, Scheme
-from paddleformers_fc.storage.executor import OwnedBlocks, ReadOptions, ReadPool
+from paddleformers_fc.storage.executor import IMAGE_BYTES, OwnedBlocks, ReadOptions, ReadPool
 from paddleformers_fc.storage.operations import Memory, Operation, bytes_read, row_major, scaled, strided
 from tests.harness.sampling import thorough
 
@@ -319,3 +320,32 @@ def test_numbers_with_scales_are_multiplied_and_cast_once(tmp_path_factory: pyte
     with ReadPool(ReadOptions(1, data.draw(st.sampled_from([128, 1000, 1 << 20])))) as pool:
         pool.run(scaled(tensor, dtype, box, out.strides, memory, memory.address))
     assert out.tobytes() == wanted.astype(to).tobytes()
+
+
+def test_short_rows_with_gaps_take_few_requests_and_long_or_far_ones_read_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[int] = []
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        requests.append(sum(len(one) for one in buffers))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    for row, run, is_joined in [(8192, 2048, True), (32 << 10, 16 << 10, False), (64 << 10, 4 << 10, False)]:
+        values = np.random.default_rng(0).integers(0, 256, (256, row), np.uint8)
+        (tmp_path / "matrix").write_bytes(values.tobytes())
+        target = np.zeros((256, run), np.uint8)
+        byte = np.dtype(np.uint8)
+        strides = (row_major((256, row), 1), row_major((256, run), 1))
+        one = strided(tmp_path / "matrix", 0, (256, run), strides, (byte, byte), target.ctypes.data, target)
+        assert one is not None
+        requests.clear()
+        with ReadPool(ReadOptions(threads=1)) as pool:
+            pool.run([one])
+        assert target.tobytes() == values[:, :run].tobytes()
+        if is_joined:
+            assert len(requests) <= -(-values.nbytes // IMAGE_BYTES) + 1
+        else:
+            assert sum(requests) == target.nbytes
