@@ -143,9 +143,7 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
 
 def _rotate(job: ScaleJob) -> None:
     """Rotate as the coordinator does alone where all ranks see one file system."""
-    rotation.delete_over_limit(
-        job.directory, rotation.Retention(1), job.directory / "checkpoint-2", [], lambda _: None
-    )
+    rotation.delete_over_limit(job.directory, rotation.Retention(1), job.directory / "checkpoint-2", [], lambda _: None)
 
 
 def _save(job: ScaleJob, step: int, rank: int, channel: Channel) -> None:
