@@ -81,7 +81,7 @@ def test_a_refusal_of_a_store_does_not_return_1(served: Served) -> None:
     served.refuse["flex_checkpoint.json"] = 403
     outcome = run("verify", f"{served.url}/checkpoint-3")
     assert outcome.code == 2
-    assert "right to read it" in outcome.err
+    assert "permission to read it" in outcome.err
     outcome = run("inspect", "nosuch://bucket/run")
     assert (outcome.code, "Protocol not known" in outcome.err) == (2, True)
 
