@@ -69,7 +69,7 @@ def test_replicas_that_differed_are_listed_and_verification_mentions_them(four: 
     write_manifest(copy, msgspec.structs.replace(read_manifest(copy), differences=lines))
     assert run("inspect", copy, "--json").document["job"]["differing_replicas"] == lines
     text = run("inspect", copy).out
-    assert "ranks held different numbers" in text
+    assert "ranks had different values" in text
     assert text.count("version 2 on rank 1") == 20
     assert "and 10 more" in text
     verified = run("verify", copy)

@@ -603,7 +603,7 @@ def test_on_an_accelerator_several_nodes_are_left_to_the_stock_command(
         ("RANK", "-1", "RANK=-1 is not a whole number"),
         ("MASTER_PORT", "http", "MASTER_PORT=http is not a whole number"),
         ("MASTER_ADDR", "no-such-node.invalid", "MASTER_ADDR=no-such-node.invalid does not resolve"),
-        ("MASTER_ADDR", "10.199.77.1", "where no other node reaches it"),
+        ("MASTER_ADDR", "10.199.77.1", "where other nodes cannot reach it"),
     ],
 )
 def test_variables_by_which_nodes_would_never_meet_are_refused(

@@ -94,7 +94,7 @@ def test_the_master_weight_of_a_parameter_without_stored_states_is_read_from_its
     after = tensors(tmp_path / "half" / "checkpoint-2")
     assert same(after["master_weight", f"{name}.w_0"], before["model_state", name])
     assert not after["optimizer_state", f"{name}.moment1_0"].any()
-    assert "1 parameter of this run is trained and without optimizer states" in result.logs[0].read_text()
+    assert "1 trained parameter has no optimizer states" in result.logs[0].read_text()
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_changed_arguments_of_a_run_are_one_table(ranks: ForkServer, saved: Path
     expected = {name: (str(was), str(now)) for name, (was, now) in changed.items()}
     assert table(log) == {**expected, "samples per step": ("8", "4")}
     assert log.count(DIFFERS) == 1
-    assert "another number of samples per step" in log
+    assert "number of samples per step has changed" in log
 
 
 def test_another_seed_and_corpus_are_reported_and_the_rate_of_the_first_step_is_that_of_the_new_schedule(
@@ -123,7 +123,7 @@ def test_another_seed_and_corpus_are_reported_and_the_rate_of_the_first_step_is_
 @pytest.mark.parametrize("key", ["seed", "dataloader_num_workers", "train_dataset_sizes", "mix_strategy", "packing"])
 def test_a_stream_that_another_key_may_reorder_has_advice(key: str) -> None:
     changed = [Change("learning_rate", "0.1", "0.2"), Change(key, "1", "2")]
-    assert f"If its order depends on {key}, samples are repeated" in changes_text(3, changed, streams=True)
+    assert f"If the order of the stream depends on {key}, some samples are repeated" in changes_text(3, changed, streams=True)
     assert "stream" not in changes_text(3, changed) + changes_text(3, changed[:1], streams=True)
 
 
@@ -172,7 +172,7 @@ FREEZABLE = "model.layers.1.mlp.down_proj.weight"
 
 
 def train_frozen_and_unfrozen(layout: MatrixLayout, output_dir: Path) -> None:
-    warning = "1 parameter of this run is trained and without optimizer states"
+    warning = "1 trained parameter has no optimizer states"
 
     def train(name: str, frozen: list[str], resume: str | None, steps: int) -> list[str]:
         arguments = {"max_steps": steps, "save_steps": steps}

@@ -331,4 +331,4 @@ def test_a_tensor_of_the_base_that_peft_has_saved_beside_adapters_is_named_in_th
         (directory / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": listed}))
     given = {"layout": SINGLE, "base": llama.base, "directories": [*map(str, directories)]}
     (logs,) = run_on_ranks(ranks, 1, start_from_lora_path, output_dir=tmp_path / "out", **given)
-    assert [f"trained by this run: {name}." in log for log in logs] == [True, False]
+    assert [f"This run reads and trains them: {name}." in log for log in logs] == [True, False]

@@ -200,13 +200,13 @@ def refuse(llama: Path, ernie: Path, repository: Path, output_dir: Path) -> None
     assert "or correct the config.json next to them" in heads
     family = load(ernie, config={})
     assert family.startswith("MismatchError: The open weights and the model do not fit: 1 difference.")
-    assert "model_type: stored ernie4_5, expected llama" in family
+    assert "model_type: stored ernie4_5, wanted llama" in family
     positional = load(llama, 1)
     assert "does not support positional arguments of the model" in positional
     assert "- 1 argument after the path" in positional
     assert f"next: Name the directory, {llama}." in load(llama / "model.safetensors", config={})
     missing = load("no/model", config={})
-    assert missing.startswith("NotACheckpoint: no/model is neither a directory nor a model of a hub")
+    assert missing.startswith("NotACheckpoint: no/model is neither a directory nor a model on a hub")
     assert load(cls="LlamaModel").startswith("MappingError")
     for cls, model_type in (
         ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),

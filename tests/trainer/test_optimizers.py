@@ -84,7 +84,7 @@ def test_one_number_per_shard_is_exact_while_tensors_are_cut_alike_and_else_refu
     assert shapes["model.norm.weight.moment2_of_shard_0"] == (1,)
     whole = save_again(ranks, [SCRIPT_ONLY], SINGLE, tmp_path / "cut", tmp_path / "whole")[SCRIPT_ONLY]
     assert "moment2_of_shard_0: stored [2, 1], wanted [1, 1]" in whole
-    assert "exact only while tensors are cut in the same way" in whole
+    assert "exact only if tensors are sharded in the same way" in whole
 
 
 class Chosen:

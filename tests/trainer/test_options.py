@@ -339,7 +339,7 @@ def test_a_removed_option_is_an_unknown_key_with_a_hint(name: str) -> None:
     with pytest.raises(OptionError, match="Unknown key") as caught:
         TheirFields(flex_checkpoint=True, **{name: 1})
     assert list(caught.value.evidence) == [f"{name}: removed: the value is constant now"]
-    assert caught.value.next_step.startswith("Remove the key.")
+    assert caught.value.next_step.startswith("Remove the key;")
 
 
 @pytest.mark.parametrize("name", ["flex_verify", "flex_check_replicas"])
