@@ -373,7 +373,7 @@ def _types_apart(stored: ModelDescription, live: ModelDescription) -> list[str]:
         return []
     if is_known(live.config) and family_for(stored.config) is family_for(live.config):
         return []
-    return [f"model_type: stored {stored.model_type}, wanted {live.model_type}"]
+    return [f"model_type: stored {stored.model_type}, expected {live.model_type}"]
 
 
 def _head_count_difference(stored: ModelDescription, live: ModelDescription) -> list[str]:
@@ -382,7 +382,7 @@ def _head_count_difference(stored: ModelDescription, live: ModelDescription) -> 
         return []
     before, after = (family_heads(family_for(model.config), model) for model in (stored, live))
     return [
-        f"{key}: stored {before[key]}, wanted {count}"
+        f"{key}: stored {before[key]}, expected {count}"
         for key, count in after.items()
         if before.get(key, count) != count
     ]
@@ -500,7 +500,7 @@ def _check_same_adapters(opened: OpenedCheckpoint, expected: Adapters) -> None:
     """
     stored = opened.known.adapters or expected
     values = {"r": (stored.r, expected.r), "scaling": (stored.scaling, expected.scaling)}
-    faults = [f"{key}: stored {one}, wanted {other}" for key, (one, other) in values.items() if one != other]
+    faults = [f"{key}: stored {one}, expected {other}" for key, (one, other) in values.items() if one != other]
     if faults:
         raise MismatchError(
             "The adapters do not match the adapters of the model. No weight was changed.",

@@ -193,7 +193,7 @@ def _check_alike(merge: Merge, trained: Mapping[str, Array], base: OpenedCheckpo
     expected: dict[str, tuple[int, ...]] = {name: array.shape for name, array in trained.items()}
     expected |= {name: (delta.outputs.shape[0], delta.inputs.shape[1]) for name, delta in merge.deltas.items()}
     faults = [
-        f"{name}: {'missing' if name not in stored else list(stored[name].shape)}, wanted {list(shape)}"
+        f"{name}: {'missing' if name not in stored else list(stored[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
         if name not in stored or stored[name].shape != shape
     ]

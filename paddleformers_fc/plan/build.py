@@ -269,13 +269,13 @@ class Planner:
         return found[0] if found else None
 
     def _report_shape(self, shard: Shard, what: str, expected: Shape) -> None:
-        self.report.add("shape", f"{shard.name}: {what}, wanted {list(expected)}")
+        self.report.add("shape", f"{shard.name}: {what}, expected {list(expected)}")
 
     def _numbers_match(self, shard: Shard, tensors: list[StoredTensor]) -> bool:
         """Return whether stored numbers match the dtype and shape of a target number, and check that they are equal."""
         for tensor in tensors:
             if tensor.dtype != shard.dtype and not self._can_cast(tensor.dtype, shard.dtype):
-                self.report.add("dtype", f"{shard.name}: stored {tensor.dtype}, wanted {shard.dtype}")
+                self.report.add("dtype", f"{shard.name}: stored {tensor.dtype}, expected {shard.dtype}")
                 return False
             if tensor.shape != shard.global_shape:
                 self._report_shape(shard, f"stored {list(tensor.shape)}", shard.global_shape)
@@ -305,7 +305,7 @@ class Planner:
             if not (role == MODEL_STATE and self._source.averaged and self._source.is_average(tensors[link.source]))
         )
         for dtype in wrong:
-            self.report.add("dtype", f"{shard.name}: stored {dtype}, wanted {shard.dtype}")
+            self.report.add("dtype", f"{shard.name}: stored {dtype}, expected {shard.dtype}")
         return not wrong
 
     def _can_cast(self, stored: str, target: str) -> bool:

@@ -29,7 +29,7 @@ CHECKPOINT, OPEN_WEIGHTS = "checkpoint", "open weights"
 """Names of the stored side in errors."""
 _OPEN_WEIGHTS_STEP = "Name the directory of this model's weights, or correct the config.json next to them."
 _EXPERTS_STEP = "Change the experts in the files as the first line says, or name a directory of published weights."
-_TRANSPOSED = re.compile(r"experts\.\w+: stored \[(\d+), (\d+), (\d+)\], wanted \[\1, \3, \2\]")
+_TRANSPOSED = re.compile(r"experts\.\w+: stored \[(\d+), (\d+), (\d+)\], expected \[\1, \3, \2\]")
 _SINGLE, _STACKED = re.compile(r"\.experts\.\d+\.\w+\.weight$"), re.compile(r"needs .*\.experts\.(gate_up|down)_proj$")
 _MODEL_STEP = "Resume with the model this checkpoint was saved from, or name another checkpoint."
 _STATES_STEP = (

@@ -87,7 +87,7 @@ def _shape_report(shapes: Iterable[tuple[str, Shape, Shape]]) -> Report:
     report = Report()
     for name, stored, target in shapes:
         if stored != target:
-            report.add("shape", f"{name}: stored {list(stored)}, wanted {list(target)}")
+            report.add("shape", f"{name}: stored {list(stored)}, expected {list(target)}")
     return report
 
 

@@ -80,7 +80,7 @@ def test_what_cannot_be_planned_is_refused_with_the_reason(stored: Path, tmp_pat
     for directory, options, code, text in (
         (stored, ("--to", " "), 2, "The grid to plan for is empty."),
         (stored, ("--to", "tp=2", "--dtype", "float12"), 2, "known: float32, bfloat16, float16"),
-        (stored, ("--to", "tp=2", "--dtype", "bfloat16"), 1, "model.norm.weight: stored float32, wanted bfloat16"),
+        (stored, ("--to", "tp=2", "--dtype", "bfloat16"), 1, "model.norm.weight: stored float32, expected bfloat16"),
         (broken, ("--to", "tp=2"), 1, "is missing"),
     ):
         outcome = run("plan", directory, *options)

@@ -83,10 +83,10 @@ def test_s4_another_shape_is_refused_in_both_directions(ranks: ForkServer, tmp_p
         arrays[embedding] = np.zeros((size, ours.ARRAYS[embedding].shape[1]), np.float32)
         errors.append(ours.refusal(ours.load(tmp_path / "checkpoint-3", ours.empty(arrays=arrays))))
     assert all(isinstance(error, MismatchError) for error in errors)
-    refused(errors[1], "stored [32, 16], wanted [24, 16]")
+    refused(errors[1], "stored [32, 16], expected [24, 16]")
     return Observed(
         "4 rows into 6: the last 2 keep their initial values; 4 rows into 2: the rest is cut off; no error",
-        refused(errors[0], "stored [32, 16], wanted [48, 16]"),
+        refused(errors[0], "stored [32, 16], expected [48, 16]"),
     )
 
 

@@ -285,8 +285,8 @@ def test_a_model_of_other_heads_is_refused_though_every_tensor_has_its_shape(tmp
 
     (error,) = job(1, work)
     assert isinstance(error, MismatchError)
-    assert f"num_attention_heads: stored {heads}, wanted {heads // 2}" in str(error)
-    assert f"num_key_value_heads: stored {groups}, wanted {groups // 2}" in str(error)
+    assert f"num_attention_heads: stored {heads}, expected {heads // 2}" in str(error)
+    assert f"num_key_value_heads: stored {groups}, expected {groups // 2}" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -158,12 +158,12 @@ def test_a_model_of_other_heads_is_refused_unless_statements_leave_all_attention
     checkpoint = saved(tmp_path / "checkpoint-1", laid_out("tp=2", LLAMA))
     other = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     model = laid_out("tp=2", {**LLAMA, **other})
-    with pytest.raises(MismatchError, match="num_attention_heads: stored 8, wanted 4"):
+    with pytest.raises(MismatchError, match="num_attention_heads: stored 8, expected 4"):
         load_with(checkpoint, model, [f"{NORM} -> {NORM}"])
     attention = [name for name in (tensor.name for tensor in model.tensors) if "self_attn" in name]
     assert len(attention) == 8
     left_out = [statement for name in attention for statement in (f"{name} -> _", f"_ -> {name}")]
-    with pytest.raises(MismatchError, match="num_key_value_heads: stored 4, wanted 2"):
+    with pytest.raises(MismatchError, match="num_key_value_heads: stored 4, expected 2"):
         load_with(checkpoint, model, left_out[2:])
     with pytest.raises(MismatchError, match="attention is computed differently"):
         load_with(checkpoint, model, left_out)

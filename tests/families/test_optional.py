@@ -155,13 +155,13 @@ def test_scales_of_weights_of_eight_bits_are_refused_by_name(tmp_path: Path) -> 
 
 KEY_HEADS = {"linear_num_key_heads": 2, "linear_key_head_dim": 4}
 OTHER_HEADS = [
-    ("qwen3_next", nested_settings(BY_NAME["qwen3_next"], **KEY_HEADS), "linear_num_key_heads: stored 2, wanted 4"),
-    ("qwen3_5", nested_settings(BY_NAME["qwen3_5"], **KEY_HEADS), "linear_num_key_heads: stored 2, wanted 4"),
+    ("qwen3_next", nested_settings(BY_NAME["qwen3_next"], **KEY_HEADS), "linear_num_key_heads: stored 2, expected 4"),
+    ("qwen3_5", nested_settings(BY_NAME["qwen3_5"], **KEY_HEADS), "linear_num_key_heads: stored 2, expected 4"),
     *(
         (
             name,
             settings(BY_NAME[name], vision_config={**settings(BY_NAME[name])["vision_config"], "num_heads": 2}),
-            r"vision_config\.num_attention_heads: stored 2, wanted 4",
+            r"vision_config\.num_attention_heads: stored 2, expected 4",
         )
         for name in ("ernie4_5_moe_vl", "qwen2_5_vl")
     ),

@@ -256,7 +256,7 @@ def without_a_part(arrays: Arrays) -> None:
         (without_outputs, LLAMA, Corrupt, "q_proj.lora_B.weight is missing"),
         (lambda arrays: arrays.clear(), LLAMA, Corrupt, "it contains no tensor"),
         (stored_twice, LLAMA, Corrupt, "is stored twice"),
-        (of_another_rank, LLAMA, MismatchError, "q_proj.lora_A.weight: stored [8, 64], wanted [4, 64]"),
+        (of_another_rank, LLAMA, MismatchError, "q_proj.lora_A.weight: stored [8, 64], expected [4, 64]"),
         (of_an_unknown_layer, LLAMA, MappingError, "q_proj_of_another"),
         (with_inputs_apart, ERNIE, FlexError, "k_proj.lora_A.weight"),
         (without_a_part, ERNIE, MappingError, "k_proj.lora_B.weight"),

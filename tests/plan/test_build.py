@@ -78,8 +78,8 @@ def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
     text = str(caught.value)
     assert "MISSING" in text
     assert "layers.3.w" in text
-    assert "layers.1.w: stored [6, 2], wanted [4, 2]" in text
-    assert "layers.2.w: stored float16, wanted float32" in text
+    assert "layers.1.w: stored [6, 2], expected [4, 2]" in text
+    assert "layers.2.w: stored float16, expected float32" in text
 
 
 def test_missing_states_of_many_layers_are_one_line(tmp_path: Path) -> None:
@@ -125,13 +125,13 @@ def test_a_cast_never_reaches_a_master_weight(tmp_path: Path) -> None:
     masters = Catalog(tmp_path, {"master_weight": catalog.roles["model_state"]})
     wanted = Shard("w.w_0", "bfloat16", (4, 2), whole((4, 2)))
     plan = plan_of(masters, mapping, wanted, "master_weight")
-    assert plan.report.of("dtype") == {"w.w_0: stored float32, wanted bfloat16"}
+    assert plan.report.of("dtype") == {"w.w_0: stored float32, expected bfloat16"}
     master = masters.roles["master_weight"]["w.w_0"]
     weight = StoredTensor("w", master.form, (("weights", 0),))
     both = Catalog(tmp_path, {"model_state": {"w": weight}, **masters.roles})
     shards = {"model_state": {"w": Shard("w", "bfloat16", (4, 2), whole((4, 2)))}, "master_weight": {"w.w_0": wanted}}
     plan = plan_reads(ReadSource(both, mapping), shards)
-    assert reported(plan.report) == {"dtype": {"w.w_0: stored float32, wanted bfloat16"}}
+    assert reported(plan.report) == {"dtype": {"w.w_0: stored float32, expected bfloat16"}}
 
 
 def test_an_alias_that_is_stored_too_must_equal_its_owner(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_an_alias_of_another_form_than_its_owner_is_reported(tmp_path: Path, cop
 def test_open_weights_of_another_shape_are_reported_by_the_names_in_their_files(tmp_path: Path) -> None:
     arrays = {name: array.astype(np.float32) for name, array in numbered(FUSED.mapping()).items()}
     _, report = huggingface_source(stored(tmp_path, {**arrays, "k": arrays["k"][:3]}, 1), FUSED)
-    assert reported(report) == {"shape": {"k: stored [3, 6], wanted [4, 6]"}}
+    assert reported(report) == {"shape": {"k: stored [3, 6], expected [4, 6]"}}
 
 
 ACORN = ModelDescription({"model_type": "acorn"})
@@ -177,7 +177,7 @@ def test_the_mapping_of_a_checkpoint_is_proved_where_its_family_is_not_known() -
 
 def test_trouble_with_dtypes_alone_is_answered_with_the_options_that_set_them() -> None:
     report = Report()
-    report.add("dtype", "w: stored float32, wanted bfloat16")
+    report.add("dtype", "w: stored float32, expected bfloat16")
     report.add("missing", "w.w_0")
     with pytest.raises(MismatchError) as caught:
         report.raise_error("checkpoint-3")
@@ -204,7 +204,7 @@ def test_a_tensor_without_a_canonical_form_is_taken_over_whole_or_refused(shape:
             assert not report.lines
             assert len(plan.items) == 1
         else:
-            assert report.of("shape") == {f"table: stored [8], wanted {list(shape)}"}
+            assert report.of("shape") == {f"table: stored [8], expected {list(shape)}"}
 
 
 def test_a_report_is_the_same_message_in_every_process() -> None:

@@ -84,7 +84,7 @@ def test_a_misfit_is_reported_as_by_a_load() -> None:
     norm = stored["model.norm.weight"]
     stored["model.norm.weight"] = stored_tensor(norm.name, "float16", norm.shape, norm.fragments)
     source, report = resume_source(checkpoint, model.rules)
-    with pytest.raises(MismatchError, match=r"model\.norm\.weight: stored float16, wanted bfloat16"):
+    with pytest.raises(MismatchError, match=r"model\.norm\.weight: stored float16, expected bfloat16"):
         PlannedLoad(source, model, report).plan()
 
 

@@ -74,7 +74,7 @@ def test_numbers_of_shards_are_refused_where_tensors_are_cut_in_another_way() ->
     with pytest.raises(MismatchError) as refused:
         plan_load(checkpoint_of(laid_out("tp=2"), MINI), "tp=1").plan()
     text = refused.value.render()
-    assert "moment2_of_shard_0: stored [1, 2], wanted [1, 1]" in text
+    assert "moment2_of_shard_0: stored [1, 2], expected [1, 1]" in text
     assert "Resume with the tensor parallel degree of the run that saved it" in text
 
 

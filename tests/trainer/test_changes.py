@@ -123,7 +123,9 @@ def test_another_seed_and_corpus_are_reported_and_the_rate_of_the_first_step_is_
 @pytest.mark.parametrize("key", ["seed", "dataloader_num_workers", "train_dataset_sizes", "mix_strategy", "packing"])
 def test_a_stream_that_another_key_may_reorder_has_advice(key: str) -> None:
     changed = [Change("learning_rate", "0.1", "0.2"), Change(key, "1", "2")]
-    assert f"If the order of the stream depends on {key}, some samples are repeated" in changes_text(3, changed, streams=True)
+    assert f"If the order of the stream depends on {key}, some samples are repeated" in changes_text(
+        3, changed, streams=True
+    )
     assert "stream" not in changes_text(3, changed) + changes_text(3, changed[:1], streams=True)
 
 

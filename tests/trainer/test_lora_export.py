@@ -308,8 +308,8 @@ def test_adapters_that_do_not_fit_are_refused_with_the_reason(
     key = f"{PREFIX}model.layers.1.self_attn.k_proj.lora_A.weight"
     save_file({**tensors, key: tensors[key] + 1}, f"{apart}/{name}")
     messages = {
-        changed("r", 8): "r: stored 8, wanted 4",
-        changed("lora_alpha", 32): "scaling: stored 8.0, wanted 2.0",
+        changed("r", 8): "r: stored 8, expected 4",
+        changed("lora_alpha", 32): "scaling: stored 8.0, expected 2.0",
         changed("use_dora", True): "use_dora: True",
         changed("peft_type", "VERA"): "peft_type: VERA",
         apart: "k_proj.lora_A.weight",

@@ -196,11 +196,11 @@ def refuse(llama: Path, ernie: Path, repository: Path, output_dir: Path) -> None
     assert load(repository, subfolder="weights") == "LlamaForCausalLM"
     heads = load(config={"num_attention_heads": 8, "num_key_value_heads": 4})
     assert heads.startswith("MismatchError: The open weights and the model do not fit: 2 differences.")
-    assert "num_attention_heads: stored 4, wanted 8" in heads
+    assert "num_attention_heads: stored 4, expected 8" in heads
     assert "or correct the config.json next to them" in heads
     family = load(ernie, config={})
     assert family.startswith("MismatchError: The open weights and the model do not fit: 1 difference.")
-    assert "model_type: stored ernie4_5, wanted llama" in family
+    assert "model_type: stored ernie4_5, expected llama" in family
     positional = load(llama, 1)
     assert "does not support positional arguments of the model" in positional
     assert "- 1 argument after the path" in positional

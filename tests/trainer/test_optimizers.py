@@ -83,7 +83,7 @@ def test_one_number_per_shard_is_exact_while_tensors_are_cut_alike_and_else_refu
     assert shapes["model.layers.0.mlp.down_proj.weight.moment2_of_shard_0"] == (2, 1)
     assert shapes["model.norm.weight.moment2_of_shard_0"] == (1,)
     whole = save_again(ranks, [SCRIPT_ONLY], SINGLE, tmp_path / "cut", tmp_path / "whole")[SCRIPT_ONLY]
-    assert "moment2_of_shard_0: stored [2, 1], wanted [1, 1]" in whole
+    assert "moment2_of_shard_0: stored [2, 1], expected [1, 1]" in whole
     assert "exact only if tensors are sharded in the same way" in whole
 
 
