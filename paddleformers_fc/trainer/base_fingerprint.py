@@ -84,7 +84,7 @@ def identify_once(model: Any, channel: Channel) -> None:
         FlexError: the same on every rank: a file cannot be read, or the base cannot be mapped.
     """
     model = unwrap_model(model)
-    if not has_adapters(model) or description.has_base(model):
+    if not has_adapters(model) or hasattr(model, description.FINGERPRINT):
         return
     files, location = _files(model, channel)
     if files:
@@ -99,7 +99,7 @@ def identify_once(model: Any, channel: Channel) -> None:
                 channel,
             )
         )
-    description.set_base(model, base)
+    setattr(model, description.FINGERPRINT, base)
     if channel.rank == 0:
         from paddleformers_fc.trainer.library import logger
 

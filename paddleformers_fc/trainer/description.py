@@ -25,7 +25,8 @@ from paddleformers_fc.families.undescribed import STRIPPED
 from paddleformers_fc.trainer import dist_tensors, sonic_moe
 from paddleformers_fc.trainer.library import IS_PADDLENLP, has_adapters, is_a, unwrap_model
 
-_BASE = "_flex_base"
+FINGERPRINT = "_flex_base"
+"""Attribute of a model with the fingerprint of its base."""
 
 
 def base_model(model: Any) -> Any:
@@ -50,7 +51,7 @@ def describe_adapters(model: Any) -> Adapters | None:
             trainable_bias=config.trainable_bias or None,
             dropout=float(config.lora_dropout),
             plus_scale=float(config.lora_plus_scale),
-            base=getattr(model, _BASE, Base()),
+            base=getattr(model, FINGERPRINT, Base()),
         )
     except ValueError as error:
         raise OptionError(
@@ -59,16 +60,6 @@ def describe_adapters(model: Any) -> Adapters | None:
             evidence=[str(error)],
             next_step="Correct lora_alpha.",
         ) from error
-
-
-def has_base(model: Any) -> bool:
-    """Return whether the fingerprint of the base is set."""
-    return hasattr(model, _BASE)
-
-
-def set_base(model: Any, base: Base) -> None:
-    """Set the fingerprint of the base."""
-    setattr(model, _BASE, base)
 
 
 def saved_weights(model: Any, weights: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class KnownParts:
         """Return the parts by the name of the parameter."""
         addresses = _addresses(self._trainer.optimizer)
         if not addresses or addresses != self._addresses:
-            self._parts = trained_parts(self._trainer.model, self._trainer.optimizer)
+            self._parts = _parts_of(live_roles.run_roles(self._trainer.model, self._trainer.optimizer))
             self._addresses = () if any(map(_is_slice, self._parts.values())) else addresses
         return self._parts
 
@@ -113,16 +113,6 @@ def _is_slice(part: TrainedPart) -> bool:
     """Return whether a part is a sharding stage 3 slice without a master weight, whose memory may be replaced."""
     own = part.weight.local_tensor is part.local_tensor
     return part.is_weight and own and part.weight.flattened_range is not None
-
-
-def trained_parts(model: Any, optimizer: Any) -> dict[str, TrainedPart]:
-    """Return this rank's parts of trained parameters, by the name of the parameter.
-
-    Args:
-        model: the model as it was built, not its parallel wrapper.
-        optimizer: the optimizer with the Trainer's wrappers, after its states were created.
-    """
-    return _parts_of(live_roles.run_roles(model, optimizer))
 
 
 def expected_roles(roles: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -124,16 +124,6 @@ def roles_of(
     return found
 
 
-def static_names(context: Any) -> set[str]:
-    """Return the static names of the parameters that are in buffers."""
-    return set(context.buffer_manager.param_to_buffer_id)
-
-
-def _forget_gathered(context: Any) -> None:
-    """Mark all gathered parameters as stale, so that they are gathered again after the buffers are filled."""
-    context.comm_manager.reset_params_buffer_status()
-
-
 def create_buffer_states(context: Any, optimizer: Any, stored: Collection[str]) -> None:
     """Create the states of all trained buffers, as the first step would.
 
@@ -192,7 +182,7 @@ def release_full_parameters(model: Any) -> None:
     """Release gathered parameters before this rank's slices and buffers are filled. Every rank must call."""
     context = context_of(model)
     if context is not None:
-        _forget_gathered(context)
+        context.comm_manager.reset_params_buffer_status()  # They are gathered again after the buffers are filled.
     # Also parameters that no checkpoint fills: the zeros that PaddleFormers allocates would overwrite their slices.
     optimizers.release(model.parameters())
 
@@ -359,7 +349,7 @@ def _buffered_roles(context: Any, weights: dict[str, Any], optimizer: Any, alias
     for kind, buffer, tensor in () if optimizer is None else optimizers.tensors(optimizer):
         states.setdefault(buffer, {})[kind] = tensor
     names = {weights[name].name: name for name in sorted(weights, reverse=True) if name not in aliases}
-    buffered = static_names(context)
+    buffered = set(context.buffer_manager.param_to_buffer_id)
     found = roles_of(context, names, states)
     # The rest, such as layer buffers, is not in fused buffers.
     others = dist_tensors.roles_of({name: one for name, one in weights.items() if one.name not in buffered})

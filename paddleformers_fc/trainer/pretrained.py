@@ -229,20 +229,6 @@ def _read_description(model: Any, source: AnyPath) -> tuple[dict[str, Any], byte
     return described
 
 
-def load_adapters(model: LoRAModel, directory: AnyPath, channel: Channel, options: FlexFields) -> None:
-    """Load adapters from files into a model. Every rank must call.
-
-    Args:
-        model: the model with adapters.
-        directory: the files of PEFT or of PaddleFormers.
-        channel: all ranks of the job.
-        options: how to read them.
-    Raises:
-        FlexError: the same on every rank, before any weight changes: the files do not fit the model.
-    """
-    _fill_adapters(model, directory, channel, read_options(options), _verify_level(options))
-
-
 def _fill_adapters(
     model: LoRAModel, source: AnyPath, channel: Channel, options: ReadOptions, verify: str
 ) -> LoadReport:
@@ -353,7 +339,7 @@ def read_adapters(cls: Any, model: Any, lora_path: Any, options: FlexFields, key
     config = keywords.get("lora_config") or _config(model, directory, channel)
     config.dtype = config.dtype or paddle.get_default_dtype()
     adapted = cls(model, config)
-    load_adapters(adapted, directory, channel, options)
+    _fill_adapters(adapted, directory, channel, read_options(options), _verify_level(options))
     return adapted
 
 
