@@ -392,7 +392,7 @@ def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) ->
             next_step="Install the packages paddlefleet and paddlefleet_ops that fit the installed Paddle.",
         )
     if not config or not values.get("flex_checkpoint"):
-        return  # A model on a hub, or one that PaddleFormers reads.
+        return  # The model is on a hub, or PaddleFormers reads it itself.
     directory = Path(expand_user(values[_PATH]))
     is_filled = values["continue_training"] and not values["autotuner_benchmark"]
     if is_filled and not any(path.suffix == ".safetensors" for path in list_directory(directory)):

@@ -210,7 +210,7 @@ class PlannedLoad:
         optional: OptionalNames | None = None,
     ) -> None:
         self.source, self.model = source, model
-        self._report, self._may_be_left, self._optional = report, may_stay_unread, optional
+        self._report, self._may_stay_unread, self._optional = report, may_stay_unread, optional
         self._roles = source.catalog.roles
         states = self._roles.get(OPTIMIZER_STATE, {})
         optimizer = stored_optimizer({name: (one.dtype, one.shape) for name, one in states.items()})
@@ -354,7 +354,9 @@ class PlannedLoad:
     def _unexpected(self, dropped: Sequence[str]) -> list[str]:
         if self._optional is not None:
             return self._optional.missed(dropped, self._roles[MODEL_STATE])
-        return [name for name in dropped if split_state_name(MASTER_WEIGHT, name).parameter not in self._may_be_left]
+        return [
+            name for name in dropped if split_state_name(MASTER_WEIGHT, name).parameter not in self._may_stay_unread
+        ]
 
 
 def _key(role: str, shard: Shard) -> tuple[object, ...]:

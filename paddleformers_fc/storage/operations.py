@@ -458,9 +458,11 @@ def is_read_directly(sizes: Sizes, sources: Sizes, width: int) -> bool:
         width: bytes of an element.
     """
     run = sizes[-1] * width
-    if sources == row_major(sizes, width):
+    if run >= SHORT_RUN or len(sizes) == 1:
+        return run >= DIRECT_RUN
+    if sources[-2] == run:
         return run >= DENSE_RUN
-    return run >= DIRECT_RUN and _file_span(sizes, sources, width)[1] == run
+    return run >= DIRECT_RUN and sources[-2] > run * MAX_OVER_READ
 
 
 def bytes_read(sizes: Sizes, sources: Sizes, width: int) -> int:

@@ -19,7 +19,15 @@ from paddleformers_fc.storage import operations
 from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
 from paddleformers_fc.storage.dtypes import FP4, ScaledTensor, Scheme
 from paddleformers_fc.storage.executor import IMAGE_BYTES, OwnedBlocks, ReadOptions, ReadPool
-from paddleformers_fc.storage.operations import Memory, Operation, bytes_read, row_major, scaled, strided
+from paddleformers_fc.storage.operations import (
+    Memory,
+    Operation,
+    bytes_read,
+    is_read_directly,
+    row_major,
+    scaled,
+    strided,
+)
 from tests.harness.sampling import thorough
 
 DTYPES = [
@@ -349,3 +357,12 @@ def test_short_rows_with_gaps_take_few_requests_and_long_or_far_ones_read_nothin
             assert len(requests) <= -(-values.nbytes // IMAGE_BYTES) + 1
         else:
             assert sum(requests) == target.nbytes
+
+
+def test_long_runs_are_read_directly_whatever_lies_between_them() -> None:
+    run = 16 << 10
+    assert is_read_directly((2, 4, run), (8 * run, run, 1), 1), "rows that follow one another, in blocks with gaps"
+    assert is_read_directly((4, run), (2 * run, 1), 1)
+    assert not is_read_directly((4, run // 2), (run, 1), 1), "the gaps are read as well"
+    assert is_read_directly((4, run // 2), (8 * run, 1), 1), "the gaps are too long"
+    assert not is_read_directly((4, 512), (8 * run, 1), 1)
