@@ -35,12 +35,12 @@ from paddleformers_fc.storage.paths import AnyPath
 
 MAX_OVER_READ = 8.0
 """Maximum ratio of bytes read to bytes needed, if short runs are read with the gaps between them."""
-SHORT_RUN = 16 << 10
+_SHORT_RUN = 16 << 10
 """Shorter runs are read with the gaps between them. From a page cache this takes as long as separate reads. A disk or
 a network file system sends the gaps in less time than it takes for more requests, up to a millisecond each."""
-DENSE_RUN = 8 << 10
+_DENSE_RUN = 8 << 10
 """Shorter runs without gaps in the file but with gaps in memory are copied from an image."""
-DIRECT_RUN = 1 << 10
+_DIRECT_RUN = 1 << 10
 """Shorter runs are copied from an image, which is faster than one read for each."""
 STRIPE = 128
 """Rows of a transpose that are copied at a time, so that a cache line of each stays in the L1 cache."""
@@ -458,11 +458,11 @@ def is_read_directly(sizes: Sizes, sources: Sizes, width: int) -> bool:
         width: bytes of an element.
     """
     run = sizes[-1] * width
-    if run >= SHORT_RUN or len(sizes) == 1:
-        return run >= DIRECT_RUN
+    if run >= _SHORT_RUN or len(sizes) == 1:
+        return run >= _DIRECT_RUN
     if sources[-2] == run:
-        return run >= DENSE_RUN
-    return run >= DIRECT_RUN and sources[-2] > run * MAX_OVER_READ
+        return run >= _DENSE_RUN
+    return run >= _DIRECT_RUN and sources[-2] > run * MAX_OVER_READ
 
 
 def bytes_read(sizes: Sizes, sources: Sizes, width: int) -> int:
@@ -482,7 +482,7 @@ def _file_span(sizes: Sizes, sources: Sizes, width: int) -> tuple[int, int]:
     axes, length = 0, width
     for count, stride in zip(reversed(sizes), reversed(sources), strict=True):
         if count > 1 and stride != length:
-            if length < SHORT_RUN and stride <= length * MAX_OVER_READ:
+            if length < _SHORT_RUN and stride <= length * MAX_OVER_READ:
                 return axes + 1, (count - 1) * stride + length
             break
         axes, length = axes + 1, length * count
