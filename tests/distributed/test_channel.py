@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -27,30 +26,8 @@ from paddleformers_fc.distributed.channel import (
 )
 from paddleformers_fc.errors import FlexError, PeerError, StorageError
 from paddleformers_fc.storage.files import refused
-from tests.execute.simulated import ThreadChannel, job, succeed
+from tests.execute.simulated import ThreadChannel, job, succeed, the_error
 from tests.harness.on_ranks import on_ranks
-
-
-@pytest.mark.parametrize("source", [0, 2])
-def test_one_ranks_message_reaches_all(source: int) -> None:
-    def work(channel: Channel) -> list[int]:
-        return broadcast(channel, "telling", lambda: [channel.rank], list[int], source=source)
-
-    assert succeed(3, work) == [[source]] * 3
-
-
-class _Message(msgspec.Struct):
-    rank: int
-    names: list[str]
-
-
-def test_every_rank_gets_the_typed_messages_of_all_and_keeps_its_own_result() -> None:
-    def work(channel: Any) -> object:
-        own = _Message(channel.rank, ["weight"] * channel.rank)
-        return gather_and_keep(channel, "describing", lambda: (own, object), _Message)
-
-    everyone = [_Message(rank, ["weight"] * rank) for rank in range(3)]
-    assert succeed(3, work) == [(everyone, object)] * 3
 
 
 def test_a_message_that_cannot_be_encoded_is_an_error_on_every_rank() -> None:
@@ -63,10 +40,12 @@ def test_a_message_that_cannot_be_encoded_is_an_error_on_every_rank() -> None:
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+READ_ONLY = OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
-def failing(errors: list[FlexError]) -> FlexError:
-    """What every rank raises where each has one of these errors."""
+def failing(*refusals: tuple[str, str, OSError, int]) -> FlexError:
+    """What every rank raises where each was refused something: to do what, where, why, and at which byte."""
+    errors = [refused(action, Path(path), error, offset=byte) for action, path, error, byte in refusals]
 
     def work(channel: Any) -> None:
         def fail() -> None:
@@ -75,47 +54,34 @@ def failing(errors: list[FlexError]) -> FlexError:
         run_on_all(channel, "saving", fail)
 
     outcomes = job(len(errors), work)
-    assert all(isinstance(outcome, FlexError) for outcome in outcomes), outcomes
     assert len({outcome.to_wire() for outcome in outcomes}) == 1
-    return outcomes[0]
+    return the_error(outcomes)
 
 
 def test_ranks_that_fail_alike_at_paths_of_their_own_have_one_reason() -> None:
-    error = failing([refused("write", Path(f"/run/rank-{rank}"), FULL, offset=4096 * rank) for rank in range(3)])
+    error = failing(*(("write", f"/run/rank-{rank}", FULL, 4096 * rank) for rank in range(3)))
     assert isinstance(error, StorageError)
     assert error.what == "The operating system refused to write each path below: No space left on device."
     assert error.where == "on every rank"
-    assert error.evidence == (
-        "errno 28 (ENOSPC)",
-        "rank 0: /run/rank-0, byte 0",
-        "rank 1: /run/rank-1, byte 4096",
-        "rank 2: /run/rank-2, byte 8192",
-    )
+    places = [f"rank {rank}: /run/rank-{rank}, byte {4096 * rank}" for rank in range(3)]
+    assert error.evidence == ("errno 28 (ENOSPC)", *places)
     assert error.render().count("next:") == 1
+    many = failing(*(("write", f"/run/rank-{rank}", FULL, 0) for rank in range(12)))
+    assert many.evidence[-1] == "5 more paths on other ranks"
+    assert len(many.evidence) == 9
+
+
+def test_a_next_step_that_ranks_share_is_reported_once_and_others_stay_with_their_ranks() -> None:
+    error = failing(("write", "/run/a", FULL, 0), ("sync", "/run/b", FULL, 0))
+    assert "for different reasons" in error.what
+    assert error.render().count("Free space on this file system") == 1
+    text = failing(("write", "/run/a", FULL, 0), ("write", "/run/b", READ_ONLY, 0)).render()
+    assert text.count("Free space on this file system") == text.count("mounted read-only") == 1
 
 
 def test_an_error_of_another_library_travels_with_what_was_being_done() -> None:
     with pytest.raises(PeerError, match="KeyError while saving: 'step'"):
         run_on_all(ALONE, "saving", lambda: {}["step"])
-
-
-def test_paths_of_many_ranks_are_listed_up_to_a_number() -> None:
-    error = failing([refused("write", Path(f"/run/rank-{rank}"), FULL) for rank in range(12)])
-    assert error.evidence[-1] == "5 more paths on other ranks"
-    assert len(error.evidence) == 9
-
-
-def test_a_next_step_that_all_ranks_share_is_reported_once() -> None:
-    error = failing([refused(action, Path(f"/run/{action}"), FULL) for action in ("write", "sync")])
-    assert "for different reasons" in error.what
-    assert error.render().count("Free space on this file system") == 1
-
-
-def test_next_steps_that_differ_stay_with_their_ranks() -> None:
-    readonly = OSError(errno.EROFS, os.strerror(errno.EROFS))
-    text = failing([refused("write", Path("/run/a"), FULL), refused("write", Path("/run/b"), readonly)]).render()
-    assert text.count("Free space on this file system") == 1
-    assert text.count("mounted read-only") == 1
 
 
 def test_a_process_alone_passes_on_to_itself() -> None:
@@ -172,21 +138,21 @@ def test_real_ranks_unite_the_marks_of_all_and_leave_them_if_one_fails() -> None
     assert marks.tolist() == [1, 1, 1, 0, channel.rank]
 
 
-def test_ranks_that_all_fail_with_marks_of_different_lengths_report_their_errors() -> None:
+@pytest.mark.parametrize(
+    ("error", "text"), [(FULL, "No space left on device"), (None, "not doing the same thing")], ids=["fail", "differ"]
+)
+def test_ranks_whose_marks_have_different_lengths_report_their_own_errors_first(
+    error: OSError | None, text: str
+) -> None:
+    def describe() -> tuple[int, None]:
+        if error is not None:
+            raise error
+        return 1, None
+
     def work(channel: ThreadChannel) -> None:
-        def fail() -> tuple[int, None]:
-            raise FULL
+        gather_and_keep(channel, "planning", describe, int, marks=np.zeros(3 + channel.rank, np.uint8))
 
-        gather_and_keep(channel, "planning", fail, int, marks=np.zeros(3 + channel.rank, np.uint8))
-
-    assert all("No space left on device" in str(outcome) for outcome in job(2, work))
-
-
-def test_ranks_that_differ_in_the_number_of_marks_alone_are_refused() -> None:
-    def work(channel: ThreadChannel) -> None:
-        gather_and_keep(channel, "planning", lambda: (1, None), int, marks=np.zeros(3 + channel.rank, np.uint8))
-
-    assert all("not doing the same thing" in str(outcome) for outcome in job(2, work))
+    assert all(text in str(outcome) for outcome in job(2, work))
 
 
 class SizedChannel(ThreadChannel):
@@ -241,7 +207,6 @@ def test_one_message_for_all_may_be_longer_than_those_of_all_ranks_together(monk
 
 DECODING = """
 import sys, threading, types
-import msgspec
 from paddleformers_fc.distributed.channel import decoder_of
 
 # Annotations are texts, as in the package: Python's own code resolves them, and threads take turns in it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,26 @@ from paddleformers_fc import __version__
 from paddleformers_fc.distributed.channel import ALONE, format_ranks, group_by_value, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, software_versions
 from paddleformers_fc.errors import FlexError, PeerError
-from paddleformers_fc.execute.load import load_checkpoint, prepare_weights
+from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
-from tests.corruption import ours
-from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, same_values, succeed
-
-
-def the_one_report(outcomes: list[Any]) -> FlexError:
-    """The error that every rank raised alike."""
-    first = outcomes[0]
-    assert isinstance(first, FlexError), first
-    assert len({str(outcome) for outcome in outcomes}) == 1
-    return first
+from paddleformers_fc.storage.executor import ReadOptions
+from tests.execute.simulated import (
+    ARRAYS,
+    CONFIG,
+    MODEL,
+    Loader,
+    attempt,
+    canonical,
+    flex,
+    job,
+    live,
+    open_weights,
+    save,
+    succeed,
+    the_error,
+)
 
 
 def call(channel: Any, facts: dict[str, object]) -> None:
@@ -72,7 +77,7 @@ def test_a_difference_is_reported_with_its_values_and_ranks(
         outer, _, inner = subject.partition(".")
         call(channel, {**facts, outer: {inner: value} if inner else value})
 
-    error = the_one_report(job(4, work))
+    error = the_error(job(4, work))
     assert isinstance(error, PeerError)
     (line,) = error.evidence
     assert line.startswith(subject)
@@ -81,7 +86,7 @@ def test_a_difference_is_reported_with_its_values_and_ranks(
 
 
 def test_a_fact_that_one_rank_lacks_is_reported() -> None:
-    error = the_one_report(job(2, lambda channel: call(channel, {"a": 1} if channel.rank else {})))
+    error = the_error(job(2, lambda channel: call(channel, {"a": 1} if channel.rank else {})))
     assert error.evidence == ("a: not set on rank 0; 1 on rank 1",)
 
 
@@ -90,50 +95,33 @@ def test_what_differs_counts_before_what_became_of_it() -> None:
         def fail() -> None:
             raise FlexError("What came of another configuration.")
 
-        run_on_all(
-            channel,
-            "planning",
-            fail if channel.rank == 1 else lambda: None,
-            ConsistencyCheck("a test", {"a": channel.rank}),
-        )
+        check = ConsistencyCheck("a test", {"a": channel.rank})
+        run_on_all(channel, "planning", fail if channel.rank == 1 else lambda: None, check)
 
-    error = the_one_report(job(3, work))
-    assert error.evidence == ("a: 0 on rank 0; 1 on rank 1; 2 on rank 2",)
+    assert the_error(job(3, work)).evidence == ("a: 0 on rank 0; 1 on rank 1; 2 on rank 2",)
 
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_fact_that_cannot_be_encoded_is_an_error_on_every_rank(works: bool) -> None:
-    untold: dict[str, object] = {"statements": [{1: "a", "b": "c"}]}
-
     def work() -> None:
         if not works:
             raise PeerError("The work failed.")
 
     def call_with(channel: Any) -> None:
-        run_on_all(
-            channel, "working", work, ConsistencyCheck("a test", untold if channel.rank == 1 else {"statements": []})
-        )
+        facts: dict[str, object] = {"statements": [{1: "a", "b": "c"}] if channel.rank == 1 else []}
+        run_on_all(channel, "working", work, ConsistencyCheck("a test", facts))
 
-    report = str(the_one_report(job(3, call_with)))
-    assert ("TypeError while working" in report) == works
-    assert ("The work failed." in report) == (not works)
+    assert ("TypeError while working" if works else "The work failed.") in str(the_error(job(3, call_with)))
 
 
-def test_a_roll_costs_no_exchange_of_its_own() -> None:
+def test_equal_ranks_continue_after_one_exchange_and_long_values_are_compared_to_their_end() -> None:
     def work(channel: Any) -> int:
-        call(channel, {"equal": "everywhere"})
+        call(channel, {"long": "x" * 5000})
         return int(channel.exchanges)
 
     assert succeed(3, work) == [1] * 3
-
-
-def test_equal_ranks_continue_and_long_values_are_compared_to_their_end() -> None:
-    succeed(3, lambda channel: call(channel, {"long": "x" * 5000}))
-    error = the_one_report(job(3, lambda channel: call(channel, {"long": "x" * 5000 + str(channel.rank // 2)})))
+    error = the_error(job(3, lambda channel: call(channel, {"long": "x" * 5000 + str(channel.rank // 2)})))
     assert len(error.evidence[0]) < 600
-
-
-def test_a_process_alone_calls_no_roll() -> None:
     call(ALONE, {"anything": object()})
 
 
@@ -149,7 +137,7 @@ def test_the_software_is_that_which_is_imported(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranks_in_different_steps_are_distinguished() -> None:
-    error = the_one_report(
+    error = the_error(
         job(3, lambda channel: run_on_all(channel, "saving" if channel.rank == 2 else "loading", lambda: None))
     )
     assert isinstance(error, PeerError)
@@ -166,101 +154,81 @@ def test_a_rank_of_another_version_is_distinguished() -> None:
 
     first, silent, third = job(3, work)
     assert silent is None
-    assert "not every rank is loading" in str(the_one_report([first, third]))
+    assert "not every rank is loading" in str(the_error([first, third]))
 
 
 # ---- Through save and load.
 
 
-def test_a_save_of_different_steps_or_configurations_writes_nothing(tmp_path: Path) -> None:
-    def step(channel: Any) -> None:
-        attempt(channel, JobRecord(3 + channel.rank, 24, {}), MODEL)
-
-    def config(channel: Any) -> None:
-        attempt(
-            channel, JobRecord(3, 24, {}), ModelDescription({**CONFIG, "num_key_value_heads": 2 + 2 * channel.rank})
-        )
-
-    def attempt(channel: Any, record: JobRecord, model: ModelDescription) -> None:
+@pytest.mark.parametrize(
+    ("step", "heads", "line"),
+    [(1, 0, "step: 3 on rank 0; 4 on rank 1"), (0, 2, "config.num_key_value_heads: 2 on rank 0; 4 on rank 1")],
+    ids=["step", "configuration"],
+)
+def test_a_save_of_different_steps_or_configurations_writes_nothing(
+    tmp_path: Path, step: int, heads: int, line: str
+) -> None:
+    def work(channel: Any) -> None:
+        model = ModelDescription({**CONFIG, "num_key_value_heads": 2 + heads * channel.rank})
         files = {"config.json": config_bytes(model.config)} if channel.rank == 0 else {}
-        save_checkpoint(tmp_path / "checkpoint-3", live(ours.ARRAYS, 2, channel.rank), model, files, record, channel)
+        record = JobRecord(3 + step * channel.rank, 24, {})
+        save_checkpoint(tmp_path / "checkpoint-3", live(ARRAYS, 2, channel.rank), model, files, record, channel)
 
-    assert "step: 3 on rank 0; 4 on rank 1" in str(the_one_report(job(2, step)))
-    assert "config.num_key_value_heads: 2 on rank 0; 4 on rank 1" in str(the_one_report(job(2, config)))
+    assert line in str(the_error(job(2, work)))
     assert list(tmp_path.iterdir()) == []
 
 
-def refused(ranks: int, work: Callable[[Any, dict[str, Any]], None]) -> FlexError:
-    """The one report of a load on several ranks, none of whose weights has changed."""
+def with_statements(place: Path, roles: Any, channel: Any) -> LoadReport:
+    statements = ["model.norm.weight -> model.norm.weight"] if channel.rank == 1 else []
+    return flex(statements=statements)(place, roles, channel)
 
-    def attempt(channel: Any) -> None:
-        roles = live(ours.ARRAYS, ranks, channel.rank, empty=True)
-        try:
-            work(channel, roles)
-        finally:
-            assert same_values(roles, live(ours.ARRAYS, ranks, channel.rank, empty=True))
 
-    return the_one_report(job(ranks, attempt))
+def read_once(place: Path, roles: Any, channel: Any) -> LoadReport:
+    return flex(options=ReadOptions(replicas="once" if channel.rank == 1 else "each"))(place, roles, channel)
+
+
+@pytest.mark.parametrize(
+    ("loader", "steps", "line"),
+    [
+        (with_statements, (3, 3), "aoa_config"),
+        (read_once, (3, 3), "flex_read: each on rank 0; once on rank 1"),
+        (flex(), (3, 3, 3, 4), "checkpoint-4 on rank 3"),
+    ],
+    ids=["statements", "flex_read", "directories"],
+)
+def test_what_ranks_do_differently_is_refused_before_a_weight_changes(
+    tmp_path: Path, loader: Loader, steps: tuple[int, ...], line: str
+) -> None:
+    for step in (3, 4):
+        save(tmp_path / f"checkpoint-{step}")
+    places = [tmp_path / f"checkpoint-{step}" for step in steps]
+    assert line in str(the_error(attempt(places, len(places), loader=loader)))
 
 
 @pytest.mark.parametrize("odd", [0, 1])
 def test_another_checkpoint_under_the_same_name_is_refused_by_its_checksum(tmp_path: Path, odd: int) -> None:
     here, there = tmp_path / "checkpoint-3", tmp_path / "elsewhere"
-    ours.save(there, canonical(seed=1))
-    usual_one = open_and_move(there, here)
-    ours.save(here)
+    save(here, canonical(seed=1))
+    opened = open_on_all_ranks(here, ALONE)
+    here.rename(there)
+    save(here)
 
-    def work(channel: Any, roles: dict[str, Any]) -> None:
-        checkpoint = usual_one if channel.rank == odd else open_on_all_ranks(here, ALONE)
-        load_checkpoint(checkpoint, roles, MODEL, channel)
+    def load_either(place: Path, roles: Any, channel: Any) -> LoadReport:
+        checkpoint = opened if channel.rank == odd else open_on_all_ranks(place, ALONE)
+        return load_checkpoint(checkpoint, roles, MODEL, channel)
 
-    error = refused(2, work)
-    (line,) = error.evidence
+    (line,) = the_error(attempt(here, 2, loader=load_either)).evidence
     assert line.startswith("manifest: ")
     assert f"on rank {odd}" in line
 
 
-def open_and_move(source: Path, name: Path) -> Any:
-    """A checkpoint that was opened under a name which then goes to another one."""
-    source.rename(name)
-    opened = open_on_all_ranks(name, ALONE)
-    name.rename(source)
-    return opened
-
-
-def test_statements_on_one_rank_alone_are_refused(tmp_path: Path) -> None:
-    ours.save(tmp_path / "checkpoint-3")
-
-    def work(channel: Any, roles: dict[str, Any]) -> None:
-        stated = {"aoa_statements": ["model.norm.weight -> model.norm.weight"]} if channel.rank == 1 else None
-        checkpoint = open_on_all_ranks(tmp_path / "checkpoint-3", channel)
-        load_checkpoint(checkpoint, roles, MODEL, channel, aoa_config=stated)
-
-    assert "aoa_config" in str(refused(2, work))
-
-
-def test_ranks_that_resume_from_different_directories_are_listed(tmp_path: Path) -> None:
-    for step in (3, 4):
-        ours.save(tmp_path / f"checkpoint-{step}")
-
-    def work(channel: Any, roles: dict[str, Any]) -> None:
-        checkpoint = open_on_all_ranks(tmp_path / f"checkpoint-{3 + channel.rank // 3}", channel)
-        load_checkpoint(checkpoint, roles, MODEL, channel)
-
-    assert "checkpoint-4 on rank 3" in str(refused(4, work))
-
-
 @pytest.mark.parametrize("odd", [0, 1])
 def test_ranks_that_see_different_open_weights_under_one_name_are_refused(tmp_path: Path, odd: int) -> None:
-    for place, dtype in (("usual", np.float32), ("odd", np.float16)):
-        (tmp_path / place / "hf").mkdir(parents=True)
-        held = {name: array.astype(dtype) for name, array in canonical().items()}
-        save_file(held, tmp_path / place / "hf" / "model.safetensors")
-
-    def work(channel: Any, roles: dict[str, Any]) -> None:
-        seen = tmp_path / ("odd" if channel.rank == odd else "usual") / "hf"
-        prepare_weights(seen, {"model_state": roles["model_state"]}, MODEL, channel).fill()
-
-    (line,) = refused(2, work).evidence
+    places = [tmp_path / str(rank) / "hf" for rank in range(2)]
+    for rank, place in enumerate(places):
+        place.mkdir(parents=True)
+        dtype = np.float16 if rank == odd else np.float32
+        save_file({name: array.astype(dtype) for name, array in ARRAYS.items()}, place / "model.safetensors")
+    (line,) = the_error(attempt(places, 2, only="model_state", loader=open_weights())).evidence
     assert line.startswith("open_weights.model.safetensors: ")
     assert f"on rank {odd}" in line

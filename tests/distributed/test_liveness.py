@@ -6,6 +6,8 @@ Time passes only while every living rank waits (:class:`tests.harness.clocks.Thr
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -14,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.distributed.channel import ALONE
+from paddleformers_fc.distributed.communicator import EXIT_CODE, Communicator, job_communicator
 from paddleformers_fc.distributed.liveness import KEY_PREFIX, MAX_FINAL_WAIT_SECONDS, Liveness
 from paddleformers_fc.errors import FlexError, PeerError
 from tests.execute.simulated import ThreadChannel, job
@@ -160,25 +164,6 @@ def test_ranks_that_do_not_come_are_named_to_all_others_and_the_job_stays_lost(m
     assert "Not every rank has arrived for a test within flex_timeout: 1 s." in reports[0][0]
 
 
-def test_a_rank_that_comes_too_late_raises_what_the_others_raised() -> None:
-    board = Counters()
-    over = threading.Event()
-
-    def work(channel: ThreadChannel, clock: ThreadClock) -> None:
-        if channel.rank == 1:
-            with clock.away():
-                assert over.wait(LIMIT)
-        try:
-            with_board(channel, board).gather("a test", b"")
-        finally:
-            over.set()
-
-    first, late = timed(board, 2, work)
-    assert isinstance(first, PeerError)
-    assert "rank 1 did not arrive" in str(first)
-    assert str(late) == str(first)
-
-
 def test_the_least_patient_rank_gives_up_for_all() -> None:
     board = Counters()
 
@@ -235,21 +220,23 @@ def test_a_rank_that_died_while_it_aborted_blocks_no_rank() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_ranks_that_arrive_at_any_time_all_continue_or_none_does(seed: int) -> None:
+def test_ranks_that_arrive_at_any_time_all_continue_or_all_raise_the_same_error(seed: int) -> None:
     rng = random.Random(seed)
     board, ranks = Counters(), 4
     delays = [[rng.choice([0.0, 0.0, 0.04, 0.05, 0.06]) for _ in range(6)] for _ in range(ranks)]
+    delays[seed % ranks][5] = 0.2  # Too late for the others.
 
-    def work(channel: ThreadChannel, clock: ThreadClock) -> int:
+    def work(channel: ThreadChannel, clock: ThreadClock) -> tuple[int, str]:
         for number, delay in enumerate(delays[channel.rank]):
             clock.wait(delay)
             try:
                 with_board(channel, board, patience=0.07).gather("a test", b"")
-            except PeerError:
-                return number
-        return 6
+            except PeerError as error:
+                return number, str(error)
+        return 6, ""
 
-    assert len(set(timed(board, ranks, work))) == 1
+    ((number, _),) = set(timed(board, ranks, work))
+    assert number < 6
 
 
 def test_a_store_whose_server_has_ended_is_one_error_on_every_rank() -> None:
@@ -325,3 +312,58 @@ class Torn:
         """What gloo raises when another rank that had come is dead."""
         self._all_in.wait()
         raise RuntimeError("Connection reset by peer")
+
+
+# ---- An exchange that takes too long ends the process with a report; another one is passed through.
+
+
+WAITS_FOR_EVER = """
+import threading
+from paddleformers_fc.distributed.communicator import Communicator
+
+class Deaf:
+    rank, world_size = 3, 8
+    def gather(self, *arguments):
+        threading.Event().wait()
+
+Communicator(Deaf(), 0.05, None).gather("a test", b"")
+"""
+
+
+class Echo:
+    """Two ranks with equal messages."""
+
+    rank, world_size = 1, 2
+
+    def gather(self, doing: str, payload: bytes, *_: object) -> list[bytes]:
+        return [payload, payload]
+
+
+@pytest.mark.parametrize("errors_go_to", ["sys.stderr", "io.StringIO()", "None", "closed()"])
+def test_a_rank_that_waits_too_long_reports_it_wherever_errors_go_and_ends(errors_go_to: str) -> None:
+    redirected = f"""
+import io, sys
+
+def closed():
+    file = io.StringIO()
+    file.close()
+    return file
+
+sys.stderr = {errors_go_to}
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", redirected + WAITS_FOR_EVER], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert ended.returncode == EXIT_CODE
+    assert "Rank 3 has waited 0.05 s for the other ranks and ends its process." in ended.stderr
+    assert "raise flex_timeout" in ended.stderr
+    assert "in gather" in ended.stderr
+
+
+def test_an_exchange_in_time_is_passed_on() -> None:
+    channel = Communicator(Echo(), LIMIT, None)
+    assert (channel.rank, channel.world_size, channel.gather("a test", b"x")) == (1, 2, [b"x", b"x"])
+
+
+def test_a_process_alone_opens_no_communicator() -> None:
+    assert job_communicator() is ALONE

@@ -17,7 +17,8 @@ import numpy as np
 import paddle
 
 from paddleformers_fc.distributed.channel import Bytes, CollectiveChannel, Payload
-from paddleformers_fc.execute.load import LoadReport, load_checkpoint
+from paddleformers_fc.errors import FlexError
+from paddleformers_fc.execute.load import LoadReport, load_checkpoint, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
@@ -76,17 +77,20 @@ class ThreadChannel(CollectiveChannel):
 
     Attributes:
         exchanges: how often all ranks have exchanged something.
+        purposes: what for.
         largest: the most bytes that this rank sent or received at once.
     """
 
     def __init__(self, hub: Hub, rank: int) -> None:
         super().__init__(rank, hub.size)
         self.hub, self.exchanges, self.largest = hub, 0, 0
+        self.purposes: list[str] = []
 
-    def gather(self, *arguments: Any) -> list[Payload] | None:
+    def gather(self, doing: str, *arguments: Any) -> list[Payload] | None:
         """Every rank's payload."""
         self.exchanges += 1
-        return super().gather(*arguments)
+        self.purposes.append(doing)
+        return super().gather(doing, *arguments)
 
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
         """The maximum over all ranks."""
@@ -129,11 +133,7 @@ def job(ranks: int, work: Callable[[ThreadChannel], Any]) -> list[Any]:
 
 def succeed(ranks: int, work: Callable[[ThreadChannel], Any]) -> list[Any]:
     """As :func:`job`, for work that no rank may fail in."""
-    outcomes = job(ranks, work)
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return outcomes
+    return all_right(job(ranks, work))
 
 
 def canonical(layers: int = 2, seed: int = 0) -> Arrays:
@@ -227,10 +227,18 @@ def _weight(name: str, array: np.ndarray[Any, Any], empty: bool, **fields: Any) 
     return SimpleNamespace(key=name, local_tensor=paddle.to_tensor(values), **fields)
 
 
+ARRAYS = canonical()
+"""The weights that most jobs hold."""
+Saved = SaveReport | Exception
+Loaded = LoadReport | Exception
+Loader = Callable[[AnyPath, Roles, ThreadChannel], LoadReport]
+Places = Path | Sequence[Path]
+
+
 def save(
-    directory: Path | Sequence[Path],
-    arrays: Arrays,
-    tp: int,
+    directory: Places,
+    arrays: Arrays = ARRAYS,
+    tp: int = 1,
     sharded: int = 1,
     *,
     step: int = 3,
@@ -238,35 +246,120 @@ def save(
 ) -> list[SaveReport]:
     """Save on threads, into one directory or one of each rank, with some files of each rank."""
 
+    def held(rank: int) -> Roles:
+        return live(arrays, tp, rank, sharded=sharded)
+
+    return all_right(attempt_save(directory, held, tp * sharded, step=step, files=files))
+
+
+def attempt_save(
+    directory: Places,
+    held: Callable[[int], Roles],
+    ranks: int = 2,
+    *,
+    described: ModelDescription = MODEL,
+    step: int = 3,
+    files: Callable[[int], Mapping[str, bytes]] = lambda rank: {},
+    replicas: str = "warn",
+) -> list[Saved]:
+    """Save what each rank holds; what each rank reported or raised."""
+
     def work(channel: ThreadChannel) -> SaveReport:
         place = directory if isinstance(directory, Path) else directory[channel.rank]
-        given = {**files(channel.rank), **({"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {})}
-        record = JobRecord(step, step * 8, {"tensor": tp})
-        return save_checkpoint(place, live(arrays, tp, channel.rank, sharded=sharded), MODEL, given, record, channel)
+        config = {"config.json": config_bytes(described.config)} if channel.rank == 0 else {}
+        given, record = {**config, **files(channel.rank)}, JobRecord(step, step * 8, {})
+        return save_checkpoint(place, held(channel.rank), described, given, record, channel, replicas)
 
-    return succeed(tp * sharded, work)
+    return job(ranks, work)
 
 
-def load(
+def load(directory: AnyPath | Sequence[AnyPath], *layout: int, **options: Any) -> list[LoadReport]:
+    """As :func:`attempt`, for loads that no rank may fail in."""
+    return all_right(attempt(directory, *layout, **options))
+
+
+def attempt(
     directory: AnyPath | Sequence[AnyPath],
-    arrays: Arrays,
-    tp: int,
+    tp: int = 1,
     sharded: int = 1,
     *,
-    verify: str = "size",
-    options: ReadOptions = DEFAULT_OPTIONS,
     ranks: int | None = None,
-) -> list[LoadReport]:
-    """Load into zeros on threads, from one directory or one of each rank, and compare every bit."""
+    arrays: Arrays = ARRAYS,
+    expected: Arrays | None = None,
+    only: str | None = None,
+    loader: Loader | None = None,
+    in_reads: bool = False,
+    **options: Any,
+) -> list[Loaded]:
+    """Load into zeros on threads; what each rank reported or raised.
+
+    Every bit is compared. What a refused load was to fill is still zero unless the error says that it is undefined.
+
+    Args:
+        directory: what is loaded, by all ranks or by each.
+        tp: tensor-parallel degree.
+        sharded: as for :func:`live`.
+        ranks: how many, if some of them hold the same.
+        arrays: weights of the model that is loaded.
+        expected: what it holds afterwards, if that is something else.
+        only: the one role that is loaded.
+        loader: by default :func:`flex` with these options.
+        in_reads: whether the load is to fail while it reads.
+        options: of :func:`flex`.
+    """
+    load_into = loader or flex(**options)
+
+    def held(weights: Arrays, rank: int, empty: bool = False) -> Roles:
+        roles = live(weights, tp, rank, empty, sharded)
+        return {role: names for role, names in roles.items() if only in (None, role)}
 
     def work(channel: ThreadChannel) -> LoadReport:
         place = directory[channel.rank] if isinstance(directory, Sequence) else directory
-        roles = live(arrays, tp, channel.rank, empty=True, sharded=sharded)
-        report = load_checkpoint(open_on_all_ranks(place, channel, verify), roles, MODEL, channel, options)
-        assert same_values(live(arrays, tp, channel.rank, sharded=sharded), roles)
+        roles = held(arrays, channel.rank, empty=True)
+        try:
+            report = load_into(place, roles, channel)
+        except FlexError as error:
+            filled = [one for names in roles.values() for one in names.values() if one.local_tensor.numpy().any()]
+            may_be_filled = in_reads or "are undefined" in error.what
+            assert may_be_filled or not filled, "refused, and tensors have changed"
+            raise
+        assert same_values(held(expected or arrays, channel.rank), roles)
         return report
 
-    return succeed(ranks or tp * sharded, work)
+    return job(ranks or tp * sharded, work)
+
+
+def flex(
+    verify: str = "size",
+    options: ReadOptions = DEFAULT_OPTIONS,
+    described: ModelDescription = MODEL,
+    statements: Sequence[str] = (),
+) -> Loader:
+    """The load of a flex checkpoint."""
+    stated = {"aoa_statements": list(statements)} if statements else None
+    return lambda place, roles, channel: load_checkpoint(
+        open_on_all_ranks(place, channel, verify), roles, described, channel, options, aoa_config=stated
+    )
+
+
+def open_weights(verify: str = "full", options: ReadOptions = DEFAULT_OPTIONS) -> Loader:
+    """The load of open weights."""
+    return lambda place, roles, channel: prepare_weights(place, roles, MODEL, channel, options, verify).fill()
+
+
+def all_right(outcomes: list[Any]) -> list[Any]:
+    """The results of ranks of which none may have failed."""
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
+
+
+def the_error(outcomes: Sequence[Any], kind: type[FlexError] = FlexError) -> FlexError:
+    """The error that every rank raised alike."""
+    assert isinstance(outcomes[0], kind), outcomes[0]
+    assert {str(outcome) for outcome in outcomes} == {str(outcomes[0])}
+    return outcomes[0]
 
 
 def same_values(one: Roles, other: Roles) -> bool:
@@ -276,3 +369,10 @@ def same_values(one: Roles, other: Roles) -> bool:
         for role in one
         for name in one[role]
     ) and all(one[role].keys() == other[role].keys() for role in one)
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Flip a bit of a file in its place."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 4
+    path.write_bytes(raw)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.execute import replicas, save as saving, save_plan
-from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, snapshot_bytes
+from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, snapshot_bytes
 from paddleformers_fc.execute.memory import HostTensors, host_view
 from paddleformers_fc.execute.replicas import CopyPart, ElementRanges, Replica
 from paddleformers_fc.execute.save import (
@@ -33,6 +32,7 @@ from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite, SavePl
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
+from tests.execute.simulated import succeed
 from tests.execute.test_ties import TIED, model_of, tied_value
 from verification import simulate_ranks
 
@@ -55,8 +55,8 @@ def copied_and_overwritten(planned: PlannedSave) -> HostTensors:
     return taken
 
 
-def saved(directory: Path, grid: str, beside: bool, odd: bool) -> tuple[list[SaveReport], dict[str, str]]:
-    """Save a model with tied weights; the reports of all ranks, and the digests of all files but the manifest."""
+def saved(directory: Path, grid: str, beside: bool, odd: bool) -> tuple[list[SaveReport], dict[Path, bytes]]:
+    """Save a model with tied weights; the reports of all ranks, and all files but the manifest."""
     model, record = model_of(grid), JobRecord(3, 24, {})
 
     def save(channel: Channel) -> SaveReport:
@@ -65,21 +65,14 @@ def saved(directory: Path, grid: str, beside: bool, odd: bool) -> tuple[list[Sav
             for weight in roles[ROLE].values():
                 weight.local_tensor.array.view(np.uint8)[...] ^= 1
         files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
-
-        facts = comparable_facts(TIED, record, "warn")
-        check = ConsistencyCheck("saving", facts)
+        check = ConsistencyCheck("saving", comparable_facts(TIED, record, "warn"))
         planned = begin_save(lambda: live_part(roles, TIED, files, record, "warn"), directory, channel, check)
         tensors = copied_and_overwritten(planned) if beside else capture(planned.part)
         return write_and_commit(planned, tensors, channel)
 
-    reports: dict[int, SaveReport] = {}
-    simulate_ranks.run_threads(model.grid.world_size, lambda channel: reports.__setitem__(channel.rank, save(channel)))
-    files = {
-        str(path.relative_to(directory)): hashlib.md5(path.read_bytes()).hexdigest()
-        for path in directory.rglob("*")
-        if path.is_file() and path.name != MANIFEST_NAME
-    }
-    return [reports[rank] for rank in sorted(reports)], files
+    reports = succeed(model.grid.world_size, save)
+    found = {path.relative_to(directory): path for path in directory.rglob("*") if path.name != MANIFEST_NAME}
+    return reports, {name: path.read_bytes() for name, path in found.items() if path.is_file()}
 
 
 @pytest.mark.parametrize("odd", [False, True], ids=["equal", "diverged"])
@@ -107,18 +100,22 @@ def plan_of(pieces: list[PlannedWrite], found: tuple[Replica, ...] = (), ties: t
     return SavePlan(files, None, found, ties)
 
 
-def test_stretches_are_joined_where_they_overlap_or_meet() -> None:
+def replica(name: str, shape: tuple[int, ...], holders: int = 2) -> Replica:
+    return Replica(ROLE, Shard(name, "float32", shape, whole(shape)), holders, group=0)
+
+
+def test_stretches_are_joined_where_they_overlap_or_meet_and_tied_copies_are_read_by_whole_rows() -> None:
     ends = [(8, 12), (0, 4), (1, 3), (4, 6)]
     pieces = [*(PlannedWrite("a", start, stop) for start, stop in ends), PlannedWrite("b", 0, 0)]
     assert ranges_of(plan_of(pieces), 3, "warn") == {(ROLE, "a"): ((0, 6), (8, 12)), (ROLE, "b"): ((0, 0),)}
+    box = CopyPart(0, ROLE, "alias", 100, (6, 10), Box((2, 3), (4, 5)))
+    scalar = CopyPart(1, ROLE, "owner", 7, (), Box((), ()))
+    plan = plan_of([], ties=(box, scalar))
+    assert ranges_of(plan, 3, "off") == {(ROLE, "alias"): ((120, 140),), (ROLE, "owner"): ((7, 8),)}
 
 
 def test_a_replica_that_another_rank_writes_is_read_where_it_is_hashed() -> None:
-    small, large = (
-        Replica(ROLE, Shard(name, "float32", shape, whole(shape)), holders=2, group=0)
-        for name, shape in (("small", (4, 2)), ("large", (1 << 20,)))
-    )
-    plan = plan_of([PlannedWrite("a", 0, 4)], (small, large))
+    plan = plan_of([PlannedWrite("a", 0, 4)], (replica("small", (4, 2)), replica("large", (1 << 20,))))
     found = [ranges_of(plan, step, "warn")[ROLE, "large"] for step in range(8)]
     assert set(found) == {((0, 1 << 19),), ((1 << 19, 1 << 20),)}
     assert ranges_of(plan, 3, "refuse")[ROLE, "small"] == ((0, 8),)
@@ -127,36 +124,31 @@ def test_a_replica_that_another_rank_writes_is_read_where_it_is_hashed() -> None
 
 def test_the_largest_ranges_are_enough_for_every_step_and_not_more_than_a_step_needs() -> None:
     """Of replicas whose hashed part is another one at each step, and overlaps what is written at some."""
-    replicas_ = [
-        Replica(ROLE, Shard(name, "float32", (rows, 3), whole((rows, 3))), holders, 0)
-        for name, rows, holders in (("small", 5, 4), ("even", 1 << 18, 4), ("odd", (1 << 18) + 1, 3))
-    ]
+    rows = {"small": (5, 4), "even": (1 << 18, 4), "odd": ((1 << 18) + 1, 3)}
     written = [PlannedWrite("even", 0, 3 << 16), PlannedWrite("odd", 0, 100), PlannedWrite("alone", 4, 9)]
-    plan = plan_of(written, tuple(replicas_))
-    roles = {
-        ROLE: {name: SimpleNamespace(local_tensor=paddle.zeros([1])) for name in ("small", "even", "odd", "alone")}
-    }
+    plan = plan_of(written, tuple(replica(name, (count, 3), holders) for name, (count, holders) in rows.items()))
+    roles = roles_of({name: paddle.zeros([1]) for name in (*rows, "alone")})
     for option in ("warn", "off"):
         sizes = {snapshot_bytes(roles, ranges_of(plan, step, option)) for step in range(64)}
         assert len(sizes) == (1 if option == "off" else 4)
         assert snapshot_bytes(roles, ranges_of(plan, None, option)) == max(sizes)
 
 
-def test_a_tied_copy_is_read_by_whole_rows() -> None:
-    box = CopyPart(0, ROLE, "alias", 100, (6, 10), Box((2, 3), (4, 5)))
-    scalar = CopyPart(1, ROLE, "owner", 7, (), Box((), ()))
-    plan = plan_of([], ties=(box, scalar))
-    assert ranges_of(plan, 3, "off") == {(ROLE, "alias"): ((120, 140),), (ROLE, "owner"): ((7, 8),)}
-
-
 # ---- One tensor.
 
 
-def taken(tensors: dict[str, Any], ranges: ElementRanges, buffer: SnapshotBuffer | None = None) -> HostTensors:
-    roles = {ROLE: {name: SimpleNamespace(local_tensor=tensor) for name, tensor in tensors.items()}}
-    buffer = buffer or SnapshotBuffer()
-    buffer.reserve(roles, ranges)
-    return buffer.begin(roles, ranges).finish()
+def roles_of(tensors: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {ROLE: {name: SimpleNamespace(local_tensor=tensor) for name, tensor in tensors.items()}}
+
+
+def begun(tensors: dict[str, Any], ranges: ElementRanges) -> SnapshotCopy:
+    buffer = SnapshotBuffer()
+    buffer.reserve(roles_of(tensors), ranges)
+    return buffer.begin(roles_of(tensors), ranges)
+
+
+def taken(tensors: dict[str, Any], ranges: ElementRanges) -> HostTensors:
+    return begun(tensors, ranges).finish()
 
 
 def read(pieces: Callable[..., Any], start: int, stop: int) -> bytes:
@@ -208,28 +200,16 @@ def test_what_is_not_in_a_snapshot_is_not_read() -> None:
 
 
 def test_an_error_of_a_copy_is_raised_where_the_copy_ends() -> None:
-    roles = {ROLE: {"a": SimpleNamespace(local_tensor=paddle.arange(20))}}
-    ranges = {
-        (ROLE, "a"): ((0, 10),),
-    }
-    buffer = SnapshotBuffer()
-    buffer.reserve(roles, ranges)
-    copying = buffer.begin(roles, ranges)
-    roles[ROLE]["a"].local_tensor._clear_data()
+    tensor = paddle.arange(20)
+    copying = begun({"a": tensor}, {(ROLE, "a"): ((0, 10),)})
+    tensor._clear_data()
     with pytest.raises(RuntimeError, match="not initialized"):
         copying.finish()
 
 
-# ---- Memory.
-
-
 def test_memory_is_kept_for_the_next_snapshot_and_grows_only_if_it_is_too_small() -> None:
-    buffer, tensors = SnapshotBuffer(), {"a": paddle.zeros([100])}
-    roles = {ROLE: {"a": SimpleNamespace(local_tensor=tensors["a"])}}
+    buffer, roles = SnapshotBuffer(), roles_of({"a": paddle.zeros([100])})
     small, large = {(ROLE, "a"): ((0, 40),)}, {(ROLE, "a"): ((0, 100),)}
     assert snapshot_bytes(roles, small) == 192, "copies are aligned"
-    assert buffer.reserve(roles, small)
-    assert not buffer.reserve(roles, small)
-    assert buffer.reserve(roles, large)
+    assert [buffer.reserve(roles, ranges) for ranges in (small, small, large, small)] == [True, False, True, False]
     assert buffer.capacity == snapshot_bytes(roles, large) == 448
-    assert not buffer.reserve(roles, small)

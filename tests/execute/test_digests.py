@@ -1,4 +1,4 @@
-"""Digests of canonical tensors: the same for every version and layout, read in pieces of any size."""
+"""Digests and differences of canonical tensors: the same for every version and layout, read in pieces of any size."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import paddle
 import pytest
 import xxhash
 
-from paddleformers_fc.execute import diff_checkpoints, export_files
-from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
+import paddleformers_fc
+from paddleformers_fc.errors import Corrupt
+from paddleformers_fc.execute import diff_checkpoints, digest, export_files
+from paddleformers_fc.execute.diff_checkpoints import Deviation, DeviationSum, compare_checkpoints
 from paddleformers_fc.execute.digest import PIECE_BYTES, digest_tensors
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.families import family_for
@@ -25,6 +29,8 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
+from tests.cli.support import seal
+from tests.execute.simulated import flip
 from verification.digests import canonical_digests
 from verification.simulate_ranks import QWEN3_MOE, filled, save
 
@@ -63,30 +69,18 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {grid: saved(tmp_path_factory.mktemp("saved") / "c", grid) for grid in LAYOUTS}
 
 
-def summary(directory: Path, piece_bytes: int) -> str:
-    """One md5 of all digests."""
-    source = canonical_source(open_checkpoint(directory))
-    found = digest_tensors(source, canonical_layout(source), piece_bytes)
+@pytest.mark.parametrize("grid", LAYOUTS)
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_digests_and_exports_are_those_of_earlier_versions_whatever_the_size_of_pieces(
+    grid: str, is_cut: bool, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = canonical_source(open_checkpoint(checkpoints[grid]))
+    found = digest_tensors(source, canonical_layout(source), 1500 if is_cut else 32 << 20)
     lines = [f"{one.role} {one.name} {one.dtype} {one.shape} {one.md5}" for one in found]
-    return hashlib.md5("\n".join(lines).encode()).hexdigest()
-
-
-@pytest.mark.parametrize("grid", LAYOUTS)
-@pytest.mark.parametrize("piece_bytes", [1500, 32 << 20])
-def test_digests_are_those_of_earlier_versions_whatever_the_size_of_pieces(
-    grid: str, piece_bytes: int, checkpoints: dict[str, Path]
-) -> None:
-    assert summary(checkpoints[grid], piece_bytes) == DIGESTS[degree(grid)]
-
-
-@pytest.mark.parametrize("grid", LAYOUTS)
-@pytest.mark.parametrize("piece_bytes", [700, None])
-def test_exported_files_are_those_of_earlier_versions_whatever_the_size_of_pieces(
-    grid: str, piece_bytes: int | None, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if piece_bytes:
-        monkeypatch.setattr(export_files, "_CACHE_BYTES", piece_bytes)
-        monkeypatch.setattr(export_files, "_TRANSPOSED_BYTES", piece_bytes)
+    assert hashlib.md5("\n".join(lines).encode()).hexdigest() == DIGESTS[degree(grid)]
+    if is_cut:
+        monkeypatch.setattr(export_files, "_CACHE_BYTES", 700)
+        monkeypatch.setattr(export_files, "_TRANSPOSED_BYTES", 700)
     names = export_checkpoint(checkpoints[grid], tmp_path / "hf", 3000).files
     files = {name: xxhash.xxh3_128_hexdigest((tmp_path / "hf" / name).read_bytes()) for name in names}
     assert hashlib.md5(repr(sorted(files.items())).encode()).hexdigest() == EXPORTS[degree(grid)]
@@ -100,38 +94,129 @@ def compared(one: Path, other: Path, piece_bytes: int, monkeypatch: pytest.Monke
     return {("model_state", one.name) for one in found.roles["model_state"].different}
 
 
-@pytest.mark.parametrize("piece_bytes", [1000, PIECE_BYTES])
-def test_equal_numbers_are_equal_in_pieces_of_any_size_under_every_layout(
-    piece_bytes: int, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export_checkpoint(checkpoints["tp=2"], tmp_path / "hf")
-    pairs = [("dp=1", "dp=1"), ("dp=1", "sharding=2,split=true"), ("tp=2", "tp=2"), ("tp=2", "tp=2,pp=2")]
-    for one, other in pairs:
-        assert compared(checkpoints[one], checkpoints[other], piece_bytes, monkeypatch) == set()
-    assert compared(checkpoints["tp=2,pp=2"], tmp_path / "hf", piece_bytes, monkeypatch) == set()
-    assert compared(tmp_path / "hf", checkpoints["tp=2,pp=2"], piece_bytes, monkeypatch) == set()
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("piece_bytes", [1000, PIECE_BYTES])
-@pytest.mark.parametrize("other", ["tp=2", "tp=2,pp=2", "hf"])
-def test_a_flipped_bit_at_any_place_is_found_in_the_tensor_whose_md5_it_changes(
-    piece_bytes: int, other: str, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("one", "other"), [("dp=1", "sharding=2,split=true"), ("tp=2", "tp=2"), ("tp=2", "tp=2,pp=2"), ("tp=2", "hf")]
+)
+def test_equal_checkpoints_have_no_difference_and_a_flipped_bit_at_any_place_is_one_of_its_tensor(
+    piece_bytes: int,
+    one: str,
+    other: str,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if other == "hf":
-        export_checkpoint(checkpoints["tp=2"], tmp_path / "hf")
+        export_checkpoint(checkpoints[one], tmp_path / "hf")
     second = tmp_path / "hf" if other == "hf" else checkpoints[other]
-    before = {one.name: one for one in canonical_digests(checkpoints["tp=2"], "off", ["model_state"])}
-    shutil.copytree(checkpoints["tp=2"], tmp_path / "flipped")
-    path = sorted((tmp_path / "flipped" / "model_state").glob("*.safetensors"))[0]
-    content = bytearray(path.read_bytes())
-    begin = 8 + int.from_bytes(content[:8], "little")
-    generator = np.random.default_rng(piece_bytes)
-    for place in (begin, len(content) - 1, *generator.integers(begin, len(content), 3).tolist()):
-        content[place] ^= 4
-        path.write_bytes(content)
-        after = canonical_digests(tmp_path / "flipped", "off", ["model_state"])
+    first = Path(shutil.copytree(checkpoints[one], tmp_path / "flipped"))
+    assert compared(first, second, piece_bytes, monkeypatch) == set()
+    assert compared(second, first, piece_bytes, monkeypatch) == set()
+    before = {one.name: one for one in canonical_digests(first, "off", ["model_state"])}
+    path = sorted((first / "model_state").glob("*.safetensors"))[0]
+    size, generator = path.stat().st_size, np.random.default_rng(piece_bytes)
+    begin = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    for place in (begin, size - 1, *generator.integers(begin, size, 3).tolist()):
+        flip(path, place)
+        after = canonical_digests(first, "off", ["model_state"])
         changed = {(one.role, one.name) for one in after if one != before[one.name]}
         assert len(changed) == 1
-        assert compared(tmp_path / "flipped", second, piece_bytes, monkeypatch) == changed
-        content[place] ^= 4
+        assert compared(first, second, piece_bytes, monkeypatch) == changed
+        flip(path, place)
+
+
+# ---- Figures of a difference: absolute, in representable numbers, and where it begins.
+
+
+FLOATS = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
+
+
+def deviation(one: object, other: object, pieces: int = 1) -> Deviation:
+    """The figures of two arrays, added in pieces."""
+    left, right = np.asarray(one), np.asarray(other)
+    comparison = DeviationSum(left.shape)
+    for a, b in zip(np.array_split(left.ravel(), pieces), np.array_split(right.ravel(), pieces), strict=True):
+        comparison.add(a, b)
+    return comparison.result()
+
+
+@pytest.mark.parametrize("kind", FLOATS, ids=lambda kind: np.dtype(kind).name)
+def test_neighbours_are_one_ulp_apart_over_the_whole_range(kind: type) -> None:
+    width = np.dtype(kind).itemsize
+    bits = np.unique(np.random.default_rng(3).integers(0, 1 << (8 * width - 1), 2000, f"u{width}"))
+    pairs = np.stack([bits[:-1], bits[:-1] + bits.dtype.type(1)])
+    one, other = pairs.view(np.dtype(kind))
+    with np.errstate(invalid="ignore"):
+        finite = np.isfinite(one.astype(np.float64)) & np.isfinite(other.astype(np.float64))
+    for sign in (1, -1):
+        found = deviation(one[finite] * sign, other[finite] * sign)
+        assert (found.ulp, found.elements) == (1, int(finite.sum()))
+
+
+def test_ulps_are_counted_across_zero() -> None:
+    tiny = np.float32(1e-45)
+    assert deviation(np.array([tiny]), np.array([-tiny])).ulp == 3
+    assert deviation(np.array([np.float32(0)]), np.array([-np.float32(0)])).ulp == 1
+
+
+def test_the_largest_of_all_pieces_and_the_first_index_of_all_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diff_checkpoints, "_CHUNK", 7)
+    one = np.arange(60, dtype=np.float32).reshape(5, 12)
+    other = one.copy()
+    other[1, 3] += 0.5
+    other[4, 2] -= 3
+    for pieces in (1, 2, 9):
+        found = deviation(one, other, pieces)
+        assert (found.elements, found.absolute, found.first) == (2, 3.0, (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        *(([1.0, 2.0], [1.5, number], (2, None, (0,))) for number in (np.nan, np.inf, -np.inf)),
+        pytest.param([np.nan, 1.0], [np.nan, 2.0], (1, 1.0, (1,)), id="equal NaNs"),
+        pytest.param(np.int64(7), np.int64(3), (1, 4.0, ()), id="integers and scalars"),
+    ],
+)
+def test_a_difference_has_an_absolute_value_where_numbers_are_finite(one: Any, other: Any, expected: Any) -> None:
+    found = deviation(one, other)
+    assert (found.elements, found.absolute, found.first) == expected
+    assert found.ulp is None or not isinstance(one, np.int64)
+
+
+# ---- Weights of 16 bits and their master weights.
+
+
+NUMBERS = np.random.RandomState(0).randn(96, 8).astype(np.float32)
+NUMBERS[0] = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-42, 1e30, 1 + 2**-8]
+NUMBERS[90, 3] = 12345.0
+"""Among them numbers that float16 cannot hold, and a tie."""
+
+
+def saved_rounded(directory: Path, dtype: str) -> Path:
+    masters = {"one.weight": NUMBERS, "two.weight": -NUMBERS[:8]}
+    weights = {name: paddle.to_tensor(values).astype(dtype) for name, values in masters.items()}
+    states = {f"{name}.w_0": paddle.to_tensor(values) for name, values in masters.items()}
+    paddleformers_fc.save(directory, {**weights, **states, "three.weight": paddle.zeros([2])})
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("piece_bytes", [64, 1 << 20])
+def test_a_weight_that_is_not_its_rounded_master_weight_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(digest, "PIECE_BYTES", piece_bytes)
+    checkpoint = saved_rounded(tmp_path / "checkpoint-1", dtype)
+    detail = paddleformers_fc.open(checkpoint).verify().checks[-1].detail
+    assert detail == "2 weights compared with master weights"
+    (file,) = (checkpoint / "model_state").iterdir()
+    raw, element = file.read_bytes(), paddle.to_tensor(NUMBERS[90, 3]).astype(dtype).numpy().tobytes()
+    assert raw.count(element) == 1
+    flip(file, raw.index(element))
+    seal(checkpoint)
+    with pytest.raises(Corrupt, match="is not the rounded master weight") as raised:
+        paddleformers_fc.open(checkpoint).verify()
+    assert raised.value.evidence == ("one.weight",)
+    assert paddleformers_fc.open(checkpoint).verify("size").passed

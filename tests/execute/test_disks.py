@@ -1,7 +1,10 @@
-"""Which ranks share a disk, and saving onto several: between threads, each with a directory that is its disk."""
+"""Several disks, between threads: each rank has a directory of its own, with a part of the files."""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,23 +15,141 @@ from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
 from paddleformers_fc.distributed.channel import broadcast
-from paddleformers_fc.errors import MismatchError, StorageError
+from paddleformers_fc.errors import Corrupt, MismatchError, StorageError
 from paddleformers_fc.execute import export, live_export, stream
 from paddleformers_fc.execute.commit_coordinator import DiskLeaders, find_disk_leaders
-from paddleformers_fc.execute.load import load_checkpoint
-from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.execute.load import LoadReport, load_checkpoint
+from paddleformers_fc.execute.opening import open_newest, open_on_all_ranks
+from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header
-from tests.execute import test_ties
-from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, save, succeed
-from tests.execute.test_opening import load
+from tests.execute import simulated, test_ties
+from tests.execute.simulated import (
+    ARRAYS,
+    MODEL,
+    all_right,
+    attempt,
+    attempt_save,
+    canonical,
+    flip,
+    job,
+    live,
+    save,
+    succeed,
+    the_error,
+)
 from tests.execute.test_ties import EMBEDDING, LM_HEAD
 from verification import simulate_ranks
 from verification.digests import canonical_digests
 
-ARRAYS = canonical()
 STEP = "checkpoint-3"
+
+
+def disks(tmp_path: Path, stored: tuple[int, int], seed: int = 0) -> list[Path]:
+    """A checkpoint of so many ranks, each of which wrote onto a disk of its own."""
+    found = [tmp_path / f"disk-{number}" for number in range(stored[0] * stored[1])]
+    save([disk / STEP for disk in found], canonical(seed=seed), *stored)
+    return found
+
+
+def load(places: list[Path], tp: int, sharded: int = 1, verify: str = "size", once: bool = False) -> list[LoadReport]:
+    """Load on ranks that see one place each."""
+    options = ReadOptions(replicas="once" if once else "each")
+    return simulated.load(
+        [place / STEP for place in places], tp, sharded, ranks=len(places), verify=verify, options=options
+    )
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("stored", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "sharded"), [(2, 1), (1, 1), (1, 2)])
+@pytest.mark.parametrize("verify", ["off", "size", "full"])
+@pytest.mark.parametrize("once", [False, True])
+def test_files_on_two_disks_are_read_by_those_that_see_them(
+    tmp_path: Path, stored: tuple[int, int], tp: int, sharded: int, verify: str, once: bool
+) -> None:
+    reports = load(disks(tmp_path, stored), tp, sharded, verify, once)
+    assert all(report.bytes_received for report in reports)
+
+
+def test_ranks_of_other_hosts_that_saw_nothing_of_the_save_are_served(tmp_path: Path) -> None:
+    first, second = disks(tmp_path, (2, 1))
+    load([second, first, tmp_path / "empty", tmp_path / "empty"], 2, 2)
+
+
+def test_ranks_that_share_disks_take_what_they_see_and_get_the_rest(tmp_path: Path) -> None:
+    one, two, three, four = disks(tmp_path, (2, 2))
+    for source, target in ((two, one), (four, three)):
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    save(tmp_path / "shared" / STEP, ARRAYS, 2, 2)
+    reports = load([one, one, three, three], 2, 2)
+    shared = load([tmp_path / "shared"] * 4, 2, 2)
+    assert sum(report.bytes_received for report in shared) == 0
+    assert 0 < sum(report.bytes_received for report in reports) < sum(report.bytes_read for report in shared)
+
+
+@pytest.mark.parametrize("opening", [open_on_all_ranks, open_newest])
+def test_ranks_that_see_the_same_agree_twice(tmp_path: Path, opening: Callable[..., Any]) -> None:
+    save(tmp_path / STEP, ARRAYS, 1, 2)
+
+    def work(channel: Any) -> tuple[int, int]:
+        opening(tmp_path / STEP, channel)
+        return channel.exchanges, channel.largest
+
+    assert succeed(2, work) == [(2, 0)] * 2
+
+
+def refused(places: list[Path]) -> str:
+    """The error of every rank, without the places."""
+    outcomes = job(len(places), lambda channel: open_on_all_ranks(places[channel.rank] / STEP, channel))
+    assert all(isinstance(outcome, Corrupt) for outcome in outcomes)
+    anywhere = re.compile("|".join(map(str, places)))
+    (text,) = {anywhere.sub("PLACE", str(outcome)) for outcome in outcomes}
+    return text
+
+
+def test_a_document_that_is_damaged_on_one_disk_is_reported_by_all(tmp_path: Path) -> None:
+    places = [tmp_path / name for name in ("usual", "odd")]
+    save(places[0] / STEP, ARRAYS, 1, 2)
+    # Two saves record the second in which they ended.
+    shutil.copytree(places[0], places[1])
+    (places[1] / STEP / "mapping.json").write_bytes(b"{")
+    text = refused(places)
+    assert "mapping.json is truncated" in text
+    assert "rank 1" in text
+
+
+def test_a_disk_that_is_lost_is_named_by_its_files_and_ranks(tmp_path: Path) -> None:
+    first, _, third = disks(tmp_path, (1, 3))
+    text = refused([first, tmp_path / "new", third])
+    assert "model_state/rank-00001.safetensors is visible to no rank" in text
+    assert "optimizer_state/rank-00001.safetensors is visible to no rank" in text
+    assert "rank-00000" not in text
+    assert "rank 1: no checkpoint of this name is there" in text
+
+
+def test_disks_with_different_saves_of_one_step_are_refused_by_their_ranks(tmp_path: Path) -> None:
+    first, _ = disks(tmp_path, (2, 1))
+    _, second = disks(tmp_path / "other", (2, 1), seed=1)
+    text = refused([first, second, second])
+    assert "rank 0: step 3, 2 ranks" in text
+    assert "ranks 1-2: step 3, 2 ranks" in text
+
+
+@pytest.mark.parametrize("level", ["size", "full"])
+def test_a_damaged_file_is_found_by_the_rank_that_sees_it(tmp_path: Path, level: str) -> None:
+    places = disks(tmp_path, (2, 1))
+    victim = places[1] / STEP / "model_state/rank-00001.safetensors"
+    flip(victim)
+    if level == "size":
+        os.truncate(victim, victim.stat().st_size - 8)
+    error, _ = attempt([place / STEP for place in places], 2, verify=level)
+    assert isinstance(error, Corrupt)
+    assert "model_state/rank-00001.safetensors" in str(error)
+    assert "rank 1" in str(error)
+
+
+# ---- Saving onto several disks: which ranks share one, and what lies on each.
 
 
 def files_in(place: Path) -> set[str]:
@@ -107,14 +228,8 @@ def test_every_disk_gets_the_files_of_its_ranks_and_all_that_is_small(
         sum(one.size for one in manifests[0].files),
     )
     listed = {checksum.path for checksum in manifests[0].files}
-    small = {
-        "config.json",
-        "mapping.json",
-        "flex_index.safetensors",
-        "trainer/state.json",
-        "tokenizer/a.txt",
-        "trainer/rng-00000.json",
-    }
+    small = {"config.json", "mapping.json", "flex_index.safetensors", "tokenizer/a.txt"}
+    small |= {"trainer/state.json", "trainer/rng-00000.json"}
     assert set().union(*map(files_in, places)) == listed | {"flex_checkpoint.json"}
     for place in set(places):
         own = [rank for rank, other in enumerate(places) if other == place]
@@ -134,32 +249,22 @@ def test_an_export_lies_whole_on_the_first_disk(
     places = [tmp_path / f"disk-{lead}" for lead in leads]
 
     def work(channel: Any) -> None:
-        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        weights = live(ARRAYS, 2, channel.rank)["model_state"]
-        live_export.save_weights(weights, MODEL, files, places[channel.rank] / "hf", max_shard_bytes, channel)
+        weights, target = live(ARRAYS, 2, channel.rank)["model_state"], places[channel.rank] / "hf"
+        live_export.save_weights(weights, MODEL, {}, target, max_shard_bytes, channel)
 
     succeed(len(places), work)
     assert [path.name for place in set(places) for path in place.iterdir()] == ["hf"]
-    loaded = {
+    found = {
         name: array for path in (places[0] / "hf").glob("*.safetensors") for name, array in load_file(path).items()
     }
-    assert loaded.keys() == ARRAYS.keys()
-    assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
+    assert found.keys() == ARRAYS.keys()
+    assert all(np.array_equal(found[key], ARRAYS[key]) for key in ARRAYS)
 
 
 def test_a_disk_that_fails_leaves_no_disk_with_a_checkpoint(tmp_path: Path) -> None:
     places = [tmp_path / "disk-0", tmp_path / "disk-1"]
-    places[1].parent.mkdir(exist_ok=True)
     places[1].write_text("no directory")
-
-    def work(channel: Any) -> None:
-        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        weights = live(ARRAYS, 2, channel.rank)
-        save_checkpoint(places[channel.rank] / STEP, weights, MODEL, files, JobRecord(3, 24, {}), channel)
-
-    first, second = job(2, work)
-    assert isinstance(first, StorageError)
-    assert str(first) == str(second)
+    the_error(attempt_save([place / STEP for place in places], lambda rank: live(ARRAYS, 2, rank)), StorageError)
     assert list(places[0].iterdir()) == []
 
 
@@ -188,18 +293,16 @@ def load_tied(places: list[Path], grid: str, aoa_config: Any = None) -> list[Any
 
 def save_tied(places: list[Path], grid: str) -> None:
     """Save a tied model over a grid, each rank to its place."""
-    test_ties.reports(test_ties.save([place / STEP for place in places], grid))
+    all_right(test_ties.save([place / STEP for place in places], grid))
 
 
-def alias_file(places: list[Path]) -> Path:
-    """The file in which a tied weight lies under its second name."""
-    (found,) = [
-        path
-        for place in places
-        for path in (place / STEP / "model_state").iterdir()
-        if LM_HEAD in read_header(path).tensors
+def part(places: list[Path], at: int = 0) -> None:
+    """Change a byte of the file in which a tied weight lies under its second name."""
+    files = [path for place in places for path in (place / STEP / "model_state").iterdir()]
+    ((path, entry),) = [
+        (path, header.tensors[LM_HEAD]) for path in files if LM_HEAD in (header := read_header(path)).tensors
     ]
-    return found
+    flip(path, range(entry.begin, entry.end)[at])
 
 
 @pytest.mark.parametrize(("stages", "disks"), [(3, 1), (4, 1), (4, 2), (4, 4)])
@@ -207,39 +310,22 @@ def test_a_pipeline_whose_middle_stages_hold_nothing_tied_loads_and_compares_wha
     tmp_path: Path, stages: int, disks: int
 ) -> None:
     places = [tmp_path / f"disk-{rank % disks}" for rank in range(stages)]
-    grid = f"pp={stages}"
-    save_tied(places, grid)
-    assert all(isinstance(outcome, int) for outcome in load_tied(places, grid))
+    save_tied(places, f"pp={stages}")
+    all_right(load_tied(places, f"pp={stages}"))
     part(list(dict.fromkeys(places)))
-    errors = load_tied(places, grid)
-    assert all(isinstance(error, MismatchError) for error in errors)
-    assert len({str(error) for error in errors}) == 1
-    assert f"{LM_HEAD} = {EMBEDDING}: model_state/rank-00000" in str(errors[0])
+    error = the_error(load_tied(places, f"pp={stages}"), MismatchError)
+    assert f"{LM_HEAD} = {EMBEDDING}: model_state/rank-00000" in str(error)
 
 
-def part(places: list[Path], at: int = 0) -> None:
-    """Change a byte of a tied weight under its second name."""
-    victim = alias_file(places)
-    entry = read_header(victim).tensors[LM_HEAD]
-    data = bytearray(victim.read_bytes())
-    data[range(entry.begin, entry.end)[at]] ^= 1
-    victim.write_bytes(data)
-
-
-def test_an_export_of_tied_weights_takes_what_is_equal_and_refuses_what_differs(tmp_path: Path) -> None:
+def test_exports_and_digests_take_tied_weights_that_are_equal_and_refuse_those_that_differ(tmp_path: Path) -> None:
     save_tied([tmp_path, tmp_path], "pp=2")
     assert export.export_checkpoint(tmp_path / STEP, tmp_path / "export").tensors
+    assert list(canonical_digests(tmp_path / STEP))
     before = (tmp_path / "export/model.safetensors").read_bytes()
-    part([tmp_path])
+    part([tmp_path], -1)
     with pytest.raises(MismatchError, match=f"{LM_HEAD} = {EMBEDDING}: model_state/rank-00000"):
         export.export_checkpoint(tmp_path / STEP, tmp_path / "export")
     assert (tmp_path / "export/model.safetensors").read_bytes() == before
-
-
-def test_tied_weights_that_differ_have_no_digests(tmp_path: Path) -> None:
-    save_tied([tmp_path, tmp_path], "pp=2")
-    assert list(canonical_digests(tmp_path / STEP))
-    part([tmp_path], -1)
     with pytest.raises(MismatchError, match="model_state/rank-00000"):
         list(canonical_digests(tmp_path / STEP))
 
@@ -253,7 +339,6 @@ SAME, ONTO_ALIAS, ALIAS_NEW = f"{EMBEDDING} -> {EMBEDDING}", f"{EMBEDDING} -> {L
 def test_a_users_statements_go_with_weights_that_are_tied_across_a_pipeline(
     tmp_path: Path, statement: str, reverse: bool
 ) -> None:
-    places = [tmp_path, tmp_path]
-    save_tied(places, "pp=2")
+    save_tied([tmp_path, tmp_path], "pp=2")
     stated = {"aoa_statements": [statement], "aoa_config_reverse": reverse}
-    assert load_tied(places, "pp=2", stated) == [0, 0]
+    assert load_tied([tmp_path, tmp_path], "pp=2", stated) == [0, 0]

@@ -15,22 +15,29 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import FlexError, StorageError
 from paddleformers_fc.execute import commit_coordinator
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.storage.manifest import newest_checkpoint
-from tests.corruption import ours
 from tests.corruption.jobs import no_longer_than
-from tests.execute.simulated import CONFIG, MODEL, canonical, job, live, same_values, save, succeed
+from tests.execute.simulated import (
+    ARRAYS,
+    MODEL,
+    all_right,
+    attempt_save,
+    canonical,
+    flip,
+    live,
+    load,
+    save,
+    succeed,
+)
 from tests.harness.limits import LIMIT
 from tests.harness.on_ranks import on_ranks
 from verification.digests import canonical_digests
 
-ARRAYS = canonical()
 RANKS = 2
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = "model_state/rank-00000.safetensors"
@@ -68,27 +75,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a checkpoint, and a directory for temporary files of its own."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    ours.save(tmp_path / "checkpoint-3", tp=RANKS)
+    save(tmp_path / "checkpoint-3", ARRAYS, RANKS)
     return tmp_path
-
-
-def load(directory: Path, verify: str = "size", arrays: Any = ARRAYS, after: Callable[[], None] = lambda: None) -> None:
-    """Load on several ranks; right, or raising what they raised."""
-    opened = threading.Barrier(RANKS)
-
-    def work(channel: Any) -> None:
-        roles = live(arrays, RANKS, channel.rank, empty=True)
-        checkpoint = open_on_all_ranks(directory, channel, verify)
-        if opened.wait(LIMIT) == 0:
-            after()
-        opened.wait(LIMIT)
-        load_checkpoint(checkpoint, roles, MODEL, channel)
-        assert same_values(roles, live(arrays, RANKS, channel.rank))
-
-    for outcome in job(RANKS, work):
-        if isinstance(outcome, FlexError):
-            raise outcome
-        assert outcome is None, outcome
 
 
 # ---- Ways to fail, by stage.
@@ -97,38 +85,37 @@ def load(directory: Path, verify: str = "size", arrays: Any = ARRAYS, after: Cal
 def opening(place: Path) -> None:
     """A file is shorter than it was."""
     os.truncate(place / "damaged/checkpoint-3" / WEIGHTS, 100)
-    load(place / "damaged/checkpoint-3")
+    load(place / "damaged/checkpoint-3", RANKS)
 
 
 def comparing(place: Path) -> None:
     """A byte is another one."""
-    path = place / "damaged/checkpoint-3" / WEIGHTS
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-    load(place / "damaged/checkpoint-3", "full")
+    flip(place / "damaged/checkpoint-3" / WEIGHTS)
+    load(place / "damaged/checkpoint-3", RANKS, verify="full")
 
 
 def planning(place: Path) -> None:
     """The model has a layer more."""
-    load(place / "checkpoint-3", arrays=canonical(layers=3))
+    load(place / "checkpoint-3", RANKS, arrays=canonical(layers=3))
 
 
 def reading(place: Path) -> None:
     """A file is another one than it was when the checkpoint was opened."""
-    path = place / "damaged/checkpoint-3" / WEIGHTS
-    load(place / "damaged/checkpoint-3", after=lambda: os.utime(path, (1, 1)))
+    opened = threading.Barrier(RANKS)
+
+    def changed(directory: Path, roles: Any, channel: Any) -> Any:
+        checkpoint = open_on_all_ranks(directory, channel)
+        opened.wait(LIMIT)
+        os.utime(directory / WEIGHTS, (1, 1))
+        opened.wait(LIMIT)
+        return load_checkpoint(checkpoint, roles, MODEL, channel)
+
+    load(place / "damaged/checkpoint-3", RANKS, loader=changed, in_reads=True)
 
 
 def describing(place: Path) -> None:
     """Two ranks hold the same half of every tensor, and no rank holds the other."""
-
-    def work(channel: Any) -> None:
-        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        save_checkpoint(place / "checkpoint-4", live(ARRAYS, RANKS, 0), MODEL, files, JobRecord(4, 24, {}), channel)
-
-    for outcome in job(RANKS, work):
-        raise outcome
+    all_right(attempt_save(place / "checkpoint-4", lambda _: live(ARRAYS, RANKS, 0), step=4))
 
 
 def writing(place: Path) -> None:
@@ -159,7 +146,7 @@ def test_a_failure_leaves_nothing_behind_and_the_next_operation_is_right(
     place: Path, fail: Callable[[Path], None]
 ) -> None:
     shutil.copytree(place / "checkpoint-3", place / "damaged/checkpoint-3")
-    load(place / "checkpoint-3")  # Whatever is made once and kept is made now.
+    load(place / "checkpoint-3", RANKS)  # Whatever is made once and kept is made now.
     before = traces(place)
     for _ in range(2):
         with pytest.raises(FlexError):
@@ -167,9 +154,9 @@ def test_a_failure_leaves_nothing_behind_and_the_next_operation_is_right(
         assert traces(place) == before
         shutil.rmtree(place / "damaged")
         shutil.copytree(place / "checkpoint-3", place / "damaged/checkpoint-3")
-        load(place / "damaged/checkpoint-3", "full")
+        load(place / "damaged/checkpoint-3", RANKS, verify="full")
     save(place / "checkpoint-4", ARRAYS, RANKS, step=4)
-    load(place / "checkpoint-4", "full")
+    load(place / "checkpoint-4", RANKS, verify="full")
     after = traces(place)
     assert (after.threads, after.descriptors) == (before.threads, before.descriptors)
 
@@ -178,46 +165,30 @@ def test_a_failure_leaves_nothing_behind_and_the_next_operation_is_right(
 
 
 def test_two_directories_are_loaded_in_two_threads_at_the_same_time(place: Path) -> None:
-    other = canonical(seed=1)
-    ours.save(place / "checkpoint-5", other)
-    both, failures = threading.Barrier(2), []
+    save(place / "checkpoint-5", canonical(seed=1))
+    both = threading.Barrier(2)
 
-    def work(directory: Path, arrays: Any) -> None:
-        try:
-            for _ in range(5):
-                both.wait(LIMIT)
-                succeed(1, lambda channel: load_alone(directory, arrays, channel))
-        except BaseException as error:
-            failures.append(error)
+    def work(channel: Any) -> None:
+        directory, seed = (("checkpoint-3", 0), ("checkpoint-5", 1))[channel.rank]
+        for _ in range(5):
+            both.wait(LIMIT)
+            load(place / directory, arrays=canonical(seed=seed), verify="full")
 
-    given = [(place / "checkpoint-3", ARRAYS), (place / "checkpoint-5", other)]
-    threads = [threading.Thread(target=work, args=one) for one in given]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-
-
-def load_alone(directory: Path, arrays: Any, channel: Any) -> None:
-    """Load on one rank, and compare every bit."""
-    roles = live(arrays, 1, 0, empty=True)
-    load_checkpoint(open_on_all_ranks(directory, channel, "full"), roles, MODEL, channel)
-    assert same_values(roles, live(arrays, 1, 0))
+    succeed(2, work)
 
 
 @on_ranks(1)
 def test_a_process_that_has_loaded_can_fork_and_its_child_can_load(place: Path) -> None:
-    load_alone(place / "checkpoint-3", ARRAYS, ALONE)
+    load(place / "checkpoint-3", verify="full")
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            load_alone(place / "checkpoint-3", ARRAYS, ALONE)
+            load(place / "checkpoint-3", verify="full")
             code = 0
         finally:
             os._exit(code)
-    load_alone(place / "checkpoint-3", ARRAYS, ALONE)
+    load(place / "checkpoint-3", verify="full")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("flex")]
 
@@ -238,7 +209,7 @@ def test_what_is_read_from_is_never_written_to(place: Path) -> None:
     source = place / "checkpoint-3"
     before = facts(source)
     for verify in ("off", "size", "full"):
-        load(source, verify)
+        load(source, RANKS, verify=verify)
     with pytest.raises(FlexError):
         planning(place)
     assert newest_checkpoint(place)[0] == source

@@ -1,15 +1,18 @@
-"""The memory of live tensors: filled in place, or through a host tensor where it has no view."""
+"""The memory of live tensors: filled in place or through a host tensor, and averaged."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
+from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.execute.memory import host_view, slot_of
+from paddleformers_fc.execute import memory
+from paddleformers_fc.execute.memory import AveragedTensor, HostPieces, host_view, slot_of, update_averages
 from paddleformers_fc.execute.reading import execute_reads
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
@@ -39,39 +42,98 @@ def memory_of(tensor: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_contiguous_tensor_is_filled_where_it_lies(tmp_path: Path, dtype: str) -> None:
-    tensor = paddle.zeros([3, 5], dtype=dtype)
-    place = tensor.data_ptr()
-    assert slot_of(tensor).host_bytes == 0
-    data = load(tmp_path, tensor, dtype)
-    assert memory_of(tensor).tobytes() == data
-    assert tensor.data_ptr() == place
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tensor_without_a_view_is_filled_through_a_host_tensor(tmp_path: Path, dtype: str) -> None:
-    base = paddle.zeros([3, 5], dtype=dtype)
-    tensor = base.transpose([1, 0])
-    width = to_numpy(to_safetensors(dtype)).itemsize
-    assert host_view(tensor) is None
-    assert slot_of(tensor).host_bytes == 15 * width
-    data = load(tmp_path, tensor, dtype)
-    filled = memory_of(base).view(f"u{width}").reshape(3, 5)
-    assert filled.T.tobytes() == data, "the memory that both share is filled"
-    assert not tensor.is_contiguous()
+def test_a_contiguous_tensor_is_filled_where_it_lies_and_another_through_a_host_tensor(
+    tmp_path: Path, dtype: str
+) -> None:
+    base, width = paddle.zeros([3, 5], dtype=dtype), to_numpy(to_safetensors(dtype)).itemsize
+    place, turned = base.data_ptr(), base.transpose([1, 0])
+    assert host_view(turned) is None
+    assert [slot_of(tensor).host_bytes for tensor in (base, turned)] == [0, 15 * width]
+    assert load(tmp_path, base, dtype) == memory_of(base).tobytes()
+    data = load(tmp_path, turned, dtype)
+    assert memory_of(base).view(f"u{width}").reshape(3, 5).T.tobytes() == data, "the memory that both share is filled"
+    assert not turned.is_contiguous()
+    assert base.data_ptr() == place
 
 
 def test_an_empty_tensor_has_an_empty_view() -> None:
     assert memory_of(paddle.empty([0, 4], dtype="bfloat16")).size == 0
 
 
-def test_paddle_has_the_functions_of_a_copy_to_a_gpu() -> None:
-    """The copy itself needs a GPU; a name that Paddle drops is seen without one."""
-    for name in ("Stream", "stream_guard", "current_stream"):
-        assert callable(getattr(paddle.device, name))
-    for name in ("wait_stream", "record_event"):
-        assert callable(getattr(paddle.device.Stream, name))
-    assert callable(paddle.device.Event.synchronize)
-    assert callable(paddle.device.Event.query)
+def test_paddle_has_what_only_a_gpu_needs() -> None:
     assert callable(paddle.CUDAPlace)
     assert callable(paddle.zeros([1]).pin_memory)
+
+
+# ---- Moving averages, against float64 and against themselves in other blocks.
+
+
+STEPS = 1000
+
+
+def in_pieces(values: np.ndarray, size: int) -> HostPieces:
+    """The elements of an array in pieces, as of the memory of a device."""
+
+    def pieces(start: int, stop: int) -> Iterator[np.ndarray]:
+        return (values[low : min(low + size, stop)] for low in range(start, stop, size))
+
+    return pieces
+
+
+def trajectory(elements: int) -> Iterator[np.ndarray]:
+    """Weights of a thousand steps, as AdamW changes them."""
+    random = np.random.default_rng(7)
+    weights = random.normal(0, 0.02, elements).astype(np.float32)
+    for _ in range(STEPS):
+        weights = (weights + random.normal(0, 1e-4, elements)).astype(np.float32)
+        yield weights
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9999])
+def test_after_a_thousand_steps_an_average_is_that_of_float64(decay: float) -> None:
+    average, wanted = np.full(20_000, np.nan, np.float32), np.zeros(20_000)
+    for number, weights in enumerate(trajectory(20_000), 1):
+        weight = 1.0 if number == 1 else 1.0 - decay
+        update_averages([AveragedTensor(average, in_pieces(weights, 5_000))], weight)
+        wanted += weight * (weights - wanted)
+    assert np.linalg.norm(average - wanted) / np.linalg.norm(wanted) <= 1e-6
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=4),
+    block=st.integers(1, 64),
+    piece=st.integers(1, 64),
+    threads=st.integers(1, 3),
+    first=st.integers(0, 5),
+)
+def test_the_bits_depend_on_no_bound_of_a_block_or_a_thread(
+    sizes: list[int], block: int, piece: int, threads: int, first: int
+) -> None:
+    random = np.random.default_rng(sum(sizes))
+    sources = [random.normal(size=first + size).astype(np.float32) for size in sizes]
+    before = [random.normal(size=size).astype(np.float32) for size in sizes]
+    wanted = [old + (new[first:] - old) * np.float32(0.1) for old, new in zip(before, sources, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "THREADS", threads)
+        patch.setattr(memory, "BLOCK_ELEMENTS", block)
+        patch.setattr(memory, "_CHUNK_ELEMENTS", 3 * block)
+        averages = [AveragedTensor(old, in_pieces(new, piece), first) for old, new in zip(before, sources, strict=True)]
+        update_averages(averages, 0.1)
+    for found, expected in zip(before, wanted, strict=True):
+        np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+def test_a_copy_forgets_what_was_there() -> None:
+    average = np.array([np.nan, np.inf, 3], np.float32)
+    update_averages([AveragedTensor(average, in_pieces(np.array([1, 2, 3], np.float32), 2))], 1.0)
+    assert average.tolist() == [1, 2, 3]
+
+
+def test_an_error_in_a_thread_is_raised() -> None:
+    def broken(start: int, stop: int) -> Iterator[np.ndarray]:
+        raise KeyError("gone")
+
+    average = np.zeros(1 << 20, np.float32)
+    with pytest.raises(KeyError):
+        update_averages([AveragedTensor(average, broken)], 0.5)

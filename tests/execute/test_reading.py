@@ -11,7 +11,8 @@ import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import Corrupt, MismatchError, OptionError, StorageError
-from paddleformers_fc.execute.reading import ArraySlot, execute_reads, fill_arrays, verify_equal
+from paddleformers_fc.execute.reading import ArraySlot, cut_large_shards, execute_reads, fill_arrays, verify_equal
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
@@ -29,6 +30,7 @@ from paddleformers_fc.storage import executor, files
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.executor import IMAGE_BYTES, WINDOW_BYTES, ReadOptions, ReadPool, run_workers
 from paddleformers_fc.storage.operations import MAX_OVER_READ, Memory
+from tests.execute.test_hygiene import traces
 from tests.harness.limits import LIMIT
 from tests.harness.sampling import thorough
 
@@ -115,39 +117,74 @@ class Stored:
         return {key: ArraySlot(np.zeros(array.size, array.dtype)) for key, array in self.expected.items()}
 
 
-@pytest.mark.parametrize("order", ["as stored", "apart"])
-def test_tensors_just_past_a_block_are_read_to_their_last_element(tmp_path: Path, order: str) -> None:
-    tile = WINDOW_BYTES // 4
-    sizes = [tile - 1, 1, tile, tile + 1, 1, 2 * tile + 1, 3]
-    values = random_bytes(sum(sizes) * 4).view(np.float32)
-    (tmp_path / "matrix").write_bytes(values.tobytes())
-    starts = [sum(sizes[:number]) for number in range(len(sizes))]
-    items = [item_of((size,), whole((size,)), (0,), str(n), 4 * starts[n]) for n, size in enumerate(sizes)]
-    slots = empty_slots(items)
-    count = execute_reads(plan_of(items if order == "as stored" else items[::-2] + items[-2::-2]), tmp_path, slots)
-    assert count == values.nbytes
-    for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-        assert slots[ROLE, str(number)].array.tobytes() == values[start : start + size].tobytes(), number
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @thorough(200)
 @given(
     st.lists(wanted(), min_size=1, max_size=6),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 100, 4096, 64 << 20]),
+    st.sampled_from([50, WINDOW_BYTES]),
 )
 def test_shards_are_the_same_bits_with_any_options(
-    tmp_path_factory: pytest.TempPathFactory, tensors: list[Wanted], threads: int, staging: int
+    tmp_path_factory: pytest.TempPathFactory, tensors: list[Wanted], threads: int, staging: int, window: int
 ) -> None:
     root = tmp_path_factory.getbasetemp()
     stored = Stored(root, tensors)
     slots = stored.slots()
-    count = execute_reads(plan_of(stored.items), root, slots, ReadOptions(threads, staging))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "WINDOW_BYTES", window)
+        count = execute_reads(plan_of(stored.items), root, slots, ReadOptions(threads, staging))
     for key, expected in stored.expected.items():
         assert slots[key].array.tobytes() == expected.tobytes()
     needed = sum(item.stored.part.volume * dtype_of(item.stored.dtype).itemsize for item in stored.items)
     assert needed <= count <= MAX_OVER_READ * needed
+
+
+class DivisibleArray(ArraySlot):
+    """A slot that stands for memory of a device, without a device."""
+
+    @property
+    def elements(self) -> int:
+        return self.array.size
+
+    def part(self, start: int, stop: int) -> DivisibleArray:
+        part = self.array[start:stop]
+        return DivisibleArray(part, part.nbytes)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@thorough(200)
+@given(st.lists(wanted(), min_size=1, max_size=6), st.sampled_from([1, 40, 300]))
+def test_pieces_of_a_shard_of_many_tensors_are_the_shard(
+    tmp_path_factory: pytest.TempPathFactory, tensors: list[Wanted], most: int
+) -> None:
+    root = tmp_path_factory.getbasetemp()
+    stored = Stored(root, [replace(one, dtypes=("float32", "float32")) for one in tensors])
+    starts = dict(zip(stored.expected, np.cumsum([0, *(one.size for one in stored.expected.values())]), strict=False))
+    expected = np.concatenate(list(stored.expected.values()))
+    fused = [msgspec.structs.replace(item, name="w", start=int(starts[item.role, item.name])) for item in stored.items]
+    filled = np.zeros(expected.size, expected.dtype)
+    slots = {(ROLE, "w"): DivisibleArray(filled, filled.nbytes)}
+    items, pieces = cut_large_shards(plan_of(fused).items, slots, most)
+    execute_reads(plan_of(list(items)), root, pieces)
+    assert filled.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("axes", "most", "sizes"),
+    [
+        ((0, 1), 3200, [3200]),
+        ((0, 1), 1000, [992, 992, 992, 224]),
+        ((0, 1), 1, [32] * 100),
+        pytest.param((1, 0), 1000, [3200], id="a transposed shard is not cut"),
+    ],
+)
+def test_a_piece_has_whole_rows_and_fits_if_a_row_does(axes: tuple[int, ...], most: int, sizes: list[int]) -> None:
+    array = np.zeros(800, np.float32)
+    items = (item_of((100, 8), whole((100, 8)), axes),)
+    pieces, slots = cut_large_shards(items, {(ROLE, "w"): DivisibleArray(array, array.nbytes)}, most)
+    assert [slots[item.role, item.name].host_bytes for item in pieces] == sizes
+    assert (pieces == items) == (len(sizes) == 1)
 
 
 def matrix(root: Path, rows: int, columns: int, dtype: str = "float32", file: str = "matrix") -> np.ndarray[Any, Any]:
@@ -174,65 +211,57 @@ def empty_slots(items: list[ReadItem]) -> dict[tuple[str, str], Any]:
     return {(item.role, item.name): ArraySlot(np.zeros(math.prod(item.shape), np.float32)) for item in items}
 
 
-class CountingOs:
-    """An ``os`` that counts reads and the threads that made them, and lets some of them meet."""
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads of all reads, one for each call of the system."""
+    read, threads = os.preadv, []
 
-    def __init__(self, meeting: threading.Barrier | None = None) -> None:
-        self._meeting = meeting
-        self.reads: list[str] = []
+    def counted(*arguments: Any) -> int:
+        threads.append(threading.current_thread().name)
+        return read(*arguments)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-    def preadv(self, descriptor: int, buffers: Any, offset: int) -> int:
-        self.reads.append(threading.current_thread().name)
-        if self._meeting is not None:
-            self._meeting.wait(LIMIT)
-        return os.preadv(descriptor, buffers, offset)
+    monkeypatch.setattr(os, "preadv", counted)
+    return threads
 
 
 def test_items_that_share_some_of_their_boxes_are_each_filled_by_all_of_theirs(tmp_path: Path) -> None:
     values = matrix(tmp_path, 4, 4)
-    shape, straight, across, all_of_it = (4, 4), (0, 1), (1, 0), whole((4, 4))
     rows = [Box((row, 0), (row + 1, 4)) for row in range(4)]
-    items, expected = [], {}
-    for source in range(4):
-        for target in range(4):
-            stored = StoredPart("matrix", 0, shape, rows[source], "float32")
-            items.append(ReadItem(ROLE, f"{source}{target}", stored, 0, shape, rows[target], straight))
-            expected[f"{source}{target}"] = np.zeros(shape, np.float32)
-            expected[f"{source}{target}"][target] = values[source]
-    for name, axes in (("straight", straight), ("across", across)):
-        items.append(
-            ReadItem(ROLE, name, StoredPart("matrix", 0, shape, all_of_it, "float32"), 0, shape, all_of_it, axes)
-        )
-        expected[name] = values.transpose(axes)
+    items = [item_of((4, 4), whole((4, 4)), axes, str(axes)) for axes in ((0, 1), (1, 0))]
+    expected = {item.name: values.transpose(item.axes) for item in items}
+    for (source, stored), (target, part) in product(enumerate(rows), enumerate(rows)):
+        item = item_of((4, 4), stored, (0, 1), f"{source}{target}")
+        items.append(msgspec.structs.replace(item, shape=(4, 4), part=part))
+        expected[item.name] = np.zeros((4, 4), np.float32)
+        expected[item.name][target] = values[source]
     slots = empty_slots(items)
     execute_reads(plan_of(items), tmp_path, slots)
     for name, filled in expected.items():
         assert slots[ROLE, name].array.tobytes() == filled.tobytes(), name
 
 
-def test_one_large_tensor_is_read_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_large_tensor_is_read_by_several_threads(tmp_path: Path, reads: list[str]) -> None:
     values = matrix(tmp_path, 4, WINDOW_BYTES // 4)
-    machine = CountingOs(threading.Barrier(4))
-    monkeypatch.setattr(files, "os", machine)
-    items = [item_of(values.shape, whole(values.shape), (0, 1))]
-    slots = empty_slots(items)
-    execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads=4))
-    assert len(set(machine.reads)) == 4
+    meeting, items = threading.Barrier(4), [item_of(values.shape, whole(values.shape), (0, 1))]
+    slots, counted = empty_slots(items), os.preadv
+
+    def meet(*arguments: Any) -> int:
+        meeting.wait(LIMIT)
+        return counted(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", meet)
+        execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads=4))
+    assert len(set(reads)) == 4
     assert slots[ROLE, "w"].array.tobytes() == values.tobytes()
 
 
-def test_small_tensors_that_follow_one_another_are_read_by_one_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_tensors_that_follow_one_another_are_read_by_one_call(tmp_path: Path, reads: list[str]) -> None:
     values = matrix(tmp_path, 5000, 16)
-    monkeypatch.setattr(files, "os", machine := CountingOs())
     items = rows_of(*values.shape)
     slots = empty_slots(items)
     assert execute_reads(plan_of(items), tmp_path, slots) == values.nbytes
-    assert len(machine.reads) == math.ceil(5000 / files.MAX_BUFFERS)
+    assert len(reads) == math.ceil(5000 / files.MAX_BUFFERS)
     assert all(slots[ROLE, str(row)].array.tobytes() == values[row].tobytes() for row in range(5000))
 
 
@@ -304,38 +333,28 @@ class StandIn:
         self._array, self._travels = None, False
 
 
-def test_host_copies_are_bounded_too(tmp_path: Path) -> None:
-    values = matrix(tmp_path, 40, 1000)
-    items = rows_of(*values.shape)
-    large = item_of(values.shape, whole(values.shape), (1, 0), "large")
-    held = [0]
-    slots: dict[tuple[str, str], Any] = {(ROLE, str(row)): StandIn(1000, held) for row in range(40)}
-    slots[ROLE, "large"] = StandIn(40_000, held)
-    execute_reads(
-        plan_of([*items, large]), tmp_path, slots, ReadOptions(threads=1, staging_memory_bytes=2 * IMAGE_BYTES + 10_000)
-    )
-    assert slots[ROLE, "large"].result == values.T.tobytes()
-    assert all(slots[ROLE, str(row)].result == values[row].tobytes() for row in range(40))
-    assert max(held) == 160_000, "what is larger than the bound passes alone"
-    assert held[-1] == 0
-
-
-def test_host_arrays_travel_while_the_next_are_read_and_all_have_arrived_at_the_end(tmp_path: Path) -> None:
+def test_host_arrays_are_bounded_travel_while_the_next_are_read_and_have_all_arrived_at_the_end(tmp_path: Path) -> None:
     values = matrix(tmp_path, 40, 1000)
     held, travelling, met = [0], [0], []
     slots = {(ROLE, str(row)): StandIn(1000, held, travelling, met) for row in range(40)}
     options = ReadOptions(threads=1, staging_memory_bytes=2 * IMAGE_BYTES + 16_000)
-    execute_reads(plan_of(rows_of(*values.shape)), tmp_path, slots, options)
+    items = rows_of(*values.shape)
+    execute_reads(plan_of(items), tmp_path, slots, options)
     assert all(slots[ROLE, str(row)].result == values[row].tobytes() for row in range(40))
     assert met == [0, 0, *[2] * 38], "groups of two, each read while the one before it travels"
     assert max(held) == 16_000
+    slots[ROLE, "large"] = StandIn(40_000, held)
+    large = item_of(values.shape, whole(values.shape), (1, 0), "large")
+    execute_reads(plan_of([*items, large]), tmp_path, slots, options)
+    assert slots[ROLE, "large"].result == values.T.tobytes()
+    assert max(held) == 160_000, "what is larger than the bound passes alone"
     assert held[-1] == travelling[-1] == 0
 
 
 def test_nothing_travels_any_more_when_a_read_has_failed(tmp_path: Path) -> None:
     values = matrix(tmp_path, 40, 1000)
     held, travelling = [0], [0]
-    slots: dict[tuple[str, str], Any] = {(ROLE, str(row)): StandIn(1000, held, travelling) for row in range(40)}
+    slots = {(ROLE, str(row)): StandIn(1000, held, travelling) for row in range(40)}
     os.truncate(tmp_path / "matrix", values.nbytes // 2)
     options = ReadOptions(threads=1, staging_memory_bytes=2 * IMAGE_BYTES + 16_000)
     with pytest.raises(Corrupt):
@@ -344,55 +363,26 @@ def test_nothing_travels_any_more_when_a_read_has_failed(tmp_path: Path) -> None
     assert held[-1] == travelling[-1] == 0
 
 
-def descriptors() -> set[str]:
-    return {os.readlink(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd") if _is_open(int(one))}
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """After the test there are no more threads and open files than before."""
-    threads, files_before = set(threading.enumerate()), descriptors()
+    threads, before = set(threading.enumerate()), traces()
     yield
     for thread in set(threading.enumerate()) - threads:
         # One that an interrupt met before it was known to its pool does nothing but end.
         thread.join(LIMIT)
-    assert set(threading.enumerate()) == threads
-    assert descriptors() == files_before
+    assert traces() == before
 
 
-@dataclass
-class Watched:
-    """A slot that is filled in place and records the live views of all such slots.
+class Trap(ArraySlot, kw_only=True):
+    """A slot that is filled in place and does something when the reads come to it."""
 
-    Args:
-        views: of all slots, as they were opened.
-        alive: how many were held at every opening.
-    """
-
-    views: list[weakref.ref[np.ndarray[Any, Any]]]
-    alive: list[int]
-    host_bytes: int = 0
-    memory: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(4, np.float32))
+    spring: Callable[[np.ndarray[Any, Any]], object]
 
     def open(self) -> Memory:
-        self.alive.append(sum(view() is not None for view in self.views))
-        view = self.memory[:]
-        self.views.append(weakref.ref(view))
+        view = self.array[:]
+        self.spring(view)
         return Memory.of(view)
-
-    def close(self) -> None:
-        """Nothing to hand over."""
-
-    def finish_copy(self) -> None:
-        """Nothing to wait for."""
 
 
 def test_what_is_filled_in_place_is_forgotten_when_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,30 +391,16 @@ def test_what_is_filled_in_place_is_forgotten_when_it_is_full(tmp_path: Path, mo
     items = [item_of(values.shape, Box((row, 0), (row + 1, 4)), (0, 1), f"{row:04}") for row in range(2000)]
     views: list[weakref.ref[np.ndarray[Any, Any]]] = []
     alive: list[int] = []
-    slots = {(ROLE, item.name): Watched(views, alive) for item in items}
+
+    def note(view: np.ndarray[Any, Any]) -> None:
+        alive.append(sum(one() is not None for one in views))
+        views.append(weakref.ref(view))
+
+    slots = {(ROLE, item.name): Trap(np.zeros(4, np.float32), spring=note) for item in items}
     execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads=1))
-    assert all(slots[ROLE, f"{row:04}"].memory.tobytes() == values[row, :4].tobytes() for row in range(2000))
+    assert all(slots[ROLE, f"{row:04}"].array.tobytes() == values[row, :4].tobytes() for row in range(2000))
     assert len(alive) == 2000
     assert max(alive) < 300, "those of a few windows"
-
-
-@dataclass
-class Trap:
-    """A slot that does something when the stream of reads comes to it."""
-
-    size: int
-    spring: Callable[[], object]
-    host_bytes: int = 0
-
-    def open(self) -> Memory:
-        self.spring()
-        return Memory.of(np.zeros(self.size, np.float32))
-
-    def close(self) -> None:
-        """Nothing to hand over."""
-
-    def finish_copy(self) -> None:
-        """Nothing to wait for."""
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -435,7 +411,9 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path, threads: 
     part = Box((0, 1024), (1024, 2048))
     items = [item_of(values.shape, part, axes, f"{number:02}") for number in range(40)]
     slots = empty_slots(items)
-    slots[ROLE, "20"] = Trap(1024 * 1024, lambda: os.truncate(tmp_path / "matrix", 5_000_000))
+    slots[ROLE, "20"] = Trap(
+        np.zeros(1024 * 1024, np.float32), spring=lambda _: os.truncate(tmp_path / "matrix", 5_000_000)
+    )
     with pytest.raises(Corrupt, match=r"matrix ends too early") as caught:
         execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads))
     offset = int(caught.value.where.rsplit(" ", 1)[1])
@@ -537,8 +515,8 @@ def test_an_interrupt_joins_threads_and_closes_files(tmp_path: Path, threads: in
     slots: dict[tuple[str, str], Any] = {(ROLE, f"{number:04}"): ArraySlot(array) for number in range(count)}
     main = threading.main_thread().ident
     assert main is not None
-    slots[ROLE, "0020"] = Trap(array.size, lambda: signal.pthread_kill(main, signal.SIGINT))
-    slots[ROLE, f"{count - 1:04}"] = Trap(array.size, reached.set)
+    slots[ROLE, "0020"] = Trap(array, spring=lambda _: signal.pthread_kill(main, signal.SIGINT))
+    slots[ROLE, f"{count - 1:04}"] = Trap(array, spring=lambda _: reached.set())
     with pytest.raises(KeyboardInterrupt):
         execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads))
     assert not reached.is_set(), "4 GiB were not read to the end"

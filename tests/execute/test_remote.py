@@ -11,7 +11,6 @@ import pytest
 
 from paddleformers_fc.execute.exchange import ReadContext, read_redistributed
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.execute.load import prepare_weights
 from paddleformers_fc.execute.reading import ArraySlot, execute_reads
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.block_owners import RecordedBlocks
@@ -21,11 +20,9 @@ from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.identities import identities_of, same_bytes_key
 from paddleformers_fc.storage.paths import parse_path
-from tests.execute.simulated import MODEL, Roles, canonical, live, load, same_values, save, succeed
+from tests.execute.simulated import ARRAYS, load, open_weights, save, succeed
 from tests.storage.serving import Served, serving
 from verification.digests import canonical_digests
-
-ARRAYS = canonical()
 
 
 @pytest.fixture
@@ -35,31 +32,18 @@ def served(tmp_path: Path) -> Iterator[Served]:
         yield one
 
 
-@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("way", ["each", "once"])
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 3), (4, 1)])
-def test_a_resume_from_a_store_restores_every_bit(served: Served, layout: tuple[int, int], once: bool) -> None:
-    options = ReadOptions(replicas="once" if once else "each")
-    load(parse_path(f"{served.url}/checkpoint-3"), ARRAYS, *layout, options=options)
+def test_a_resume_from_a_store_restores_every_bit(served: Served, layout: tuple[int, int], way: str) -> None:
+    load(parse_path(f"{served.url}/checkpoint-3"), *layout, options=ReadOptions(replicas=way))
 
 
-def test_open_weights_are_loaded_from_a_store(served: Served, tmp_path: Path) -> None:
-    export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "open", 8000)
-
-    def work(channel: Any) -> Roles:
-        roles = {"model_state": live(ARRAYS, 2, channel.rank, empty=True)["model_state"]}
-        prepare_weights(parse_path(f"{served.url}/open"), roles, MODEL, channel).fill()
-        return roles
-
-    for rank, got in enumerate(succeed(2, work)):
-        assert same_values({"model_state": live(ARRAYS, 2, rank)["model_state"]}, got)
-
-
-def test_an_export_and_its_digests_from_a_store_are_those_of_the_directory(served: Served, tmp_path: Path) -> None:
+def test_exports_digests_and_open_weights_of_a_store_are_those_of_the_directory(served: Served, tmp_path: Path) -> None:
     remote = parse_path(f"{served.url}/checkpoint-3")
     assert list(canonical_digests(remote)) == list(canonical_digests(tmp_path / "checkpoint-3"))
-    report = export_checkpoint(remote, tmp_path / "a")
-    expected = export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "b")
-    assert report.digests() == expected.digests()
+    report = export_checkpoint(remote, tmp_path / "a", 8000)
+    assert report.digests() == export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "b", 8000).digests()
+    load(parse_path(f"{served.url}/a"), 2, only="model_state", loader=open_weights())
 
 
 @pytest.mark.parametrize("columns", [[(0, 100), (0, 100)], [(0, 50), (50, 100)]], ids=["replicas", "columns"])
@@ -91,18 +75,13 @@ def test_ranks_that_hash_every_second_block_request_every_byte_once(
 
 
 def test_thousands_of_small_tensors_are_few_requests(tmp_path: Path) -> None:
-
     numbers = np.arange(3_000 * 100, dtype=np.float32).reshape(3_000, 100)
     (tmp_path / "data").write_bytes(numbers.tobytes())
-    shape = (60,)
-    items = tuple(
-        ReadItem("r", f"{n}", StoredPart("data", n * 400, shape, whole(shape), "float32"), 0, shape, whole(shape), (0,))
-        for n in range(3_000)
-    )
-    outs = {("r", f"{n}"): np.zeros(60, np.float32) for n in range(3_000)}
+    rows = {str(n): StoredPart("data", n * 400, (60,), whole((60,)), "float32") for n in range(3_000)}
+    items = tuple(ReadItem("r", name, part, 0, (60,), whole((60,)), (0,)) for name, part in rows.items())
+    slots = {("r", name): ArraySlot(np.zeros(60, np.float32)) for name in rows}
     with serving(tmp_path) as served:
-        slots = {key: ArraySlot(out) for key, out in outs.items()}
         execute_reads(LoadPlan(items, (), {}, Report()), parse_path(served.url), slots)
-        assert all(np.array_equal(out, numbers[int(name), :60]) for (_, name), out in outs.items())
+        assert all(np.array_equal(slot.array, numbers[int(name), :60]) for (_, name), slot in slots.items())
         assert len(served.ranges) <= 2
         assert served.bytes <= numbers.nbytes

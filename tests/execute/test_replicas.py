@@ -1,41 +1,40 @@
-"""Replicas that went apart are found by a save, by tensor and ranks; equal ones are passed over in silence."""
+"""Replicas: those that went apart are found by a save, by tensor and ranks; what several ranks hold is written once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute import replicas
-from paddleformers_fc.execute.replicas import Replica, Writers, hashed_range
-from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
-from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
+from paddleformers_fc.execute.replicas import Assignment, Replica, ShardPart, Writers, hashed_range, pack_files
+from paddleformers_fc.layout.shard_messages import JobShards, decode_shards, encode_rank_shards
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping.boxes import shifted, whole
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
-from tests.corruption import ours
-from tests.execute.simulated import CONFIG, MODEL, Roles, job, live
+from tests.execute.simulated import ARRAYS, Roles, all_right, attempt_save, live, the_error
+from tests.harness.sampling import thorough
 
 NORM = "model.norm.weight"
 NORM_LINE = f"model_state {NORM} [0:16]: "
 
 
-def save(
-    directory: Path, ranks: int, tp: int, way: str, drift: dict[int, list[str]], sharded: int = 1
-) -> list[SaveReport | Exception]:
+def save(directory: Path, ranks: int, tp: int, way: str, drift: dict[int, list[str]], sharded: int = 1) -> list[Any]:
     """Save a job on some of whose ranks a bit of some weights is another one; how that ended, by rank."""
 
-    def work(channel: Any) -> SaveReport:
-        roles = live(ours.ARRAYS, tp, channel.rank, sharded=sharded)
-        for name in drift.get(channel.rank, []):
+    def held(rank: int) -> Roles:
+        roles = live(ARRAYS, tp, rank, sharded=sharded)
+        for name in drift.get(rank, []):
             flip(roles, name)
-        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        return save_checkpoint(directory, roles, MODEL, files, JobRecord(3, 24, {}), channel, replicas=way)
+        return roles
 
-    return job(ranks, work)
+    return attempt_save(directory / "checkpoint-3", held, ranks, replicas=way)
 
 
 def flip(roles: Roles, name: str) -> None:
@@ -50,9 +49,8 @@ def flip(roles: Roles, name: str) -> None:
 @pytest.mark.parametrize(("ranks", "tp", "sharded"), [(2, 1, 1), (4, 2, 1), (2, 2, 1), (4, 2, 2), (3, 1, 3)])
 @pytest.mark.parametrize("way", ["off", "warn", "refuse"])
 def test_equal_replicas_are_no_matter_for_a_word(tmp_path: Path, ranks: int, tp: int, sharded: int, way: str) -> None:
-    for report in save(tmp_path / "checkpoint-3", ranks, tp, way, {}, sharded):
-        assert isinstance(report, SaveReport)
-        assert report.differences == ()
+    reports = all_right(save(tmp_path, ranks, tp, way, {}, sharded))
+    assert {report.differences for report in reports} == {()}
     assert b"differing_replicas" not in (tmp_path / "checkpoint-3/flex_checkpoint.json").read_bytes()
 
 
@@ -65,33 +63,26 @@ def test_equal_replicas_are_no_matter_for_a_word(tmp_path: Path, ranks: int, tp:
         (2, 2, [0], "version 1 on rank 0; version 2 on rank 1"),
     ],
 )
-def test_one_bit_of_one_replica_is_reported_with_its_ranks_and_recorded_in_the_checkpoint(
+def test_one_bit_of_one_replica_is_reported_with_its_ranks_and_recorded_or_refused_or_not_looked_for(
     tmp_path: Path, ranks: int, tp: int, odd: list[int], message: str
 ) -> None:
-    outcomes = save(tmp_path / "checkpoint-3", ranks, tp, "warn", {rank: [NORM] for rank in odd})
-    for report in outcomes:
-        assert isinstance(report, SaveReport)
-        assert report.differences == (NORM_LINE + message,)
-    manifest = read_manifest(tmp_path / "checkpoint-3")
-    assert manifest.differences == [NORM_LINE + message]
-    verify_files(tmp_path / "checkpoint-3", manifest, "full")
+    drift = {rank: [NORM] for rank in odd}
+    assert NORM_LINE + message in str(the_error(save(tmp_path, ranks, tp, "refuse", drift), MismatchError))
+    assert list(tmp_path.iterdir()) == []
+    for way, found in (("off", ()), ("warn", (NORM_LINE + message,))):
+        reports = all_right(save(tmp_path, ranks, tp, way, drift))
+        assert {report.differences for report in reports} == {found}
+        manifest = read_manifest(tmp_path / "checkpoint-3")
+        assert manifest.differences == list(found)
+        verify_files(tmp_path / "checkpoint-3", manifest, "full")
 
 
 def test_states_and_parts_of_tensors_are_compared_too_and_like_lines_are_folded(tmp_path: Path) -> None:
     names = [f"model.layers.{layer}.mlp.down_proj.weight.moment1_0" for layer in (0, 1)]
-    report, *_ = save(tmp_path / "checkpoint-3", 4, 2, "warn", {3: names})
-    assert isinstance(report, SaveReport)
+    report, *_ = all_right(save(tmp_path, 4, 2, "warn", {3: names}))
     (line,) = report.differences
     assert line.startswith("optimizer_state model.layers.{0...1}.mlp.down_proj.weight.moment1_0 [12:24,0:16]: ")
     assert line.endswith("version 1 on rank 1; version 2 on rank 3")
-
-
-def test_a_save_that_is_to_refuse_saves_nothing_and_raises_the_same_error_on_every_rank(tmp_path: Path) -> None:
-    outcomes = save(tmp_path / "checkpoint-3", 4, 2, "refuse", {1: [NORM]})
-    assert all(isinstance(outcome, MismatchError) for outcome in outcomes)
-    assert len({str(outcome) for outcome in outcomes}) == 1
-    assert NORM_LINE in str(outcomes[0])
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("way", ["warn", "refuse"])
@@ -99,16 +90,10 @@ def test_differences_that_do_not_fit_into_a_message_are_not_taken_for_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     monkeypatch.setattr(replicas, "MAX_TOTAL_BYTES", 1)
-    for outcome in save(tmp_path / "checkpoint-3", 4, 2, way, {1: [NORM]}):
+    for outcome in save(tmp_path, 4, 2, way, {1: [NORM]}):
         assert "tensors of a part of the model" in str(outcome)
         assert isinstance(outcome, MismatchError) == (way == "refuse")
     assert (tmp_path / "checkpoint-3").exists() == (way == "warn")
-
-
-def test_a_save_that_does_not_look_is_as_it_always_was(tmp_path: Path) -> None:
-    for report in save(tmp_path / "checkpoint-3", 2, 1, "off", {1: [NORM]}):
-        assert isinstance(report, SaveReport)
-        assert report.differences == ()
 
 
 def test_what_one_rank_alone_holds_is_no_replica() -> None:
@@ -130,8 +115,161 @@ def test_of_a_large_replica_every_row_has_its_turn_and_a_save_hashes_one_part(
     assert all(low % row == 0 and high % row == 0 for low, high in hashed)
     assert len({low for low, _ in hashed}) == min(holders, rows)
     assert {place for low, high in hashed for place in range(low // row, high // row)} == set(range(rows))
+    small = Replica("model_state", Shard("a", "float32", (100, 7), whole((100, 7))), 64, 0)
+    assert hashed_range(small, 5) == (0, 700), "small ones are hashed as a whole"
 
 
-def test_a_small_replica_is_hashed_as_a_whole() -> None:
-    replica = Replica("model_state", Shard("a", "float32", (100, 7), whole((100, 7))), 64, 0)
-    assert hashed_range(replica, 5) == (0, 700)
+# ---- Who writes what: every element once, bytes even, files bounded.
+
+
+MEBI = 1024 * 1024
+RankShards = dict[str, dict[str, Shard]]
+
+
+def held(*shards: Shard) -> RankShards:
+    return {"model_state": {shard.name: shard for shard in shards}}
+
+
+def job_of(everyone: Sequence[RankShards]) -> JobShards:
+    return decode_shards([encode_rank_shards(roles) for roles in everyone])
+
+
+def assign_writers(everyone: Sequence[RankShards]) -> list[list[ShardPart]]:
+    """What each rank writes: as the coordinator knows it, and as the rank finds out from what it is told."""
+    writers = Writers(job_of(everyone))
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(writers.assignment), type=Assignment)
+    shares = [told.share_of(rank, roles)[0] for rank, roles in enumerate(everyone)]
+    assert [sorted(map(repr, share)) for share in shares] == [
+        sorted(map(repr, writers.share_of(rank))) for rank in range(len(everyone))
+    ]
+    return shares
+
+
+def tensor(name: str, *shape: int, dtype: str = "float32") -> Shard:
+    return Shard(name, dtype, shape, whole(shape))
+
+
+def loads(given: Sequence[Sequence[ShardPart]]) -> list[int]:
+    return [sum(piece.nbytes for piece in pieces) for pieces in given]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_one_big_tensor_that_every_rank_holds_is_written_by_all_of_them(ranks: int) -> None:
+    everyone = [held(tensor("embed", 64 * MEBI // 4, 4), tensor("small", 100))] * ranks
+    found = loads(assign_writers(everyone))
+    assert max(found) <= 1.01 * sum(found) / ranks
+
+
+def test_a_big_tensor_levels_out_what_its_holders_write_besides_and_is_not_cut_for_slivers() -> None:
+    own, shared = tensor("own", 5 * MEBI), tensor("shared", 15 * MEBI // 4, 4)
+    assert loads(assign_writers([held(own, shared), held(shared)])) == [40 * MEBI, 40 * MEBI]
+    big, nearly = tensor("big", 6 * MEBI // 4, 4), tensor("nearly", 5 * MEBI + 100)
+    given = assign_writers([held(big, own), held(big, nearly), held(big)])
+    assert [[piece.shard.name for piece in pieces] for pieces in given] == [["own"], ["nearly"], ["big"]]
+
+
+def test_the_shards_of_a_job_are_numbered_by_role_and_name_and_decoded_as_they_were() -> None:
+    flat = Shard("a.moment", "float32", (3, 4), whole((3, 4)), (2, 7))
+    one = held(tensor("a", 3 * MEBI, 4), tensor("b", 7), tensor("c", 5 * MEBI, 3))
+    other: RankShards = {**held(tensor("b", 7), tensor("a", 2)), "optimizer_state": {"a.moment": flat}, "empty": {}}
+    job = job_of([one, other, one, {}])
+    assert [[job[number] for number in numbers] for numbers in job.held] == [
+        [(role, shard) for role, shards in roles.items() for shard in shards.values()]
+        for roles in (one, other, one, {})
+    ]
+    assert job.held[0] is job.held[2]
+    shapes = {
+        role: {name: [job[number][1].global_shape for number in numbers] for name, numbers in job.tensors(role)}
+        for role in ("model_state", "optimizer_state", "empty")
+    }
+    weights = {"a": [(3 * MEBI, 4), (2,)], "b": [(7,)], "c": [(5 * MEBI, 3)]}
+    assert shapes == {"model_state": weights, "optimizer_state": {"a.moment": [(3, 4)]}, "empty": {}}
+    assert [job.holders("model_state", name) for name in "abcd"] == [[0, 1, 2], [0, 1, 2], [0, 2], []]
+    assert job.holders("optimizer_state", "a") == []
+
+
+def test_what_a_rank_is_told_of_writers_does_not_grow_with_equal_ranks() -> None:
+    one = held(*(tensor(f"layers.{number}", 3 * MEBI, 4) for number in range(100)))
+    few, many = (msgspec.msgpack.encode(Writers(job_of([one] * ranks)).assignment) for ranks in (8, 64))
+    # Of each rank: a difference, its load and the number of a pattern.
+    assert len(many) - len(few) == 3 * (64 - 8) + 6
+
+
+SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
+
+
+@st.composite
+def shards(draw: st.DrawFn, name: str) -> Shard:
+    """A whole tensor, or a half of one; or a flattened range of either."""
+    shape = draw(SHAPES)
+    place, whole_shape = whole(shape), shape
+    if shape and draw(st.booleans()):
+        whole_shape = (2 * shape[0], *shape[1:])
+        place = shifted(shape, (shape[0], *[0] * (len(shape) - 1)))
+    flat = None
+    if draw(st.booleans()):
+        begin = draw(st.integers(0, place.volume))
+        flat = (begin, draw(st.integers(begin, place.volume)))
+    return Shard(name, draw(st.sampled_from(["float32", "bfloat16", "uint8"])), whole_shape, place, flat)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[RankShards]:
+    """Ranks that hold shards, each held by one rank or by several."""
+    ranks = draw(st.integers(1, 4))
+    everyone: list[RankShards] = [{"model_state": {}} for _ in range(ranks)]
+    for number in range(draw(st.integers(1, 5))):
+        shard = draw(shards(f"t{number}"))
+        for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
+            everyone[rank]["model_state"][shard.name] = shard
+    return everyone
+
+
+def elements(shard: Shard) -> np.ndarray:
+    """The numbers of a shard's elements in its whole tensor, in the order of its memory."""
+    numbers = np.arange(int(np.prod(shard.global_shape, dtype=int))).reshape(shard.global_shape)
+    part = numbers[tuple(slice(a, b) for a, b in zip(shard.box.lo, shard.box.hi, strict=True))].ravel()
+    return part if shard.flat is None else part[shard.flat[0] : shard.flat[1]]
+
+
+@thorough(300)
+@given(jobs(), st.integers(1, 40), st.integers(1, 60))
+def test_every_element_is_written_once_by_a_rank_that_holds_it(
+    everyone: list[RankShards], least: int, most: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(replicas, "MIN_PART_BYTES", least)
+        given = assign_writers(everyone)
+    written: dict[str, list[np.ndarray]] = {}
+    for rank, pieces in enumerate(given):
+        assert len({piece.shard.name for piece in pieces}) == len(pieces)
+        for file in pack_files(pieces, most):
+            assert len({piece.shard.name for piece in file}) == len(file)
+            assert sum(piece.nbytes for piece in file) <= most or len(file) == 1
+            for piece in file:
+                own = elements(everyone[rank]["model_state"][piece.shard.name])
+                part = elements(piece.shard)
+                assert not list(piece.shard.faults())
+                assert (own[piece.start : piece.start + piece.shard.size] == part).all()
+                written.setdefault(piece.shard.name, []).append(part)
+    for held_by_one in everyone:
+        for name, shard in held_by_one["model_state"].items():
+            assert sorted(np.concatenate(written[name])) == sorted(elements(shard))
+
+
+def test_a_tensor_is_cut_between_rows_where_a_file_ends() -> None:
+    tensors = (tensor("a", 10, 5), tensor("b", 1, 3, 50, dtype="bfloat16"))
+    files = pack_files([ShardPart("model_state", shard, 0) for shard in tensors], 80)
+    assert [str(one.shard.box) for file in files for one in file][:4] == [
+        *("[0:4, 0:5]", "[4:8, 0:5]", "[8:10, 0:5]", "[0:1, 0:1, 0:50]")
+    ]
+    assert [file[0].nbytes for file in files] == [80, 80, 40, 100, 100, 100]
+
+
+def test_wide_dtypes_come_first_and_files_hold_no_more_tensors_than_a_header_should(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replicas, "MAX_TENSORS", 2)
+    dtypes = {"a": "bfloat16", "b": "float32", "c": "bfloat16", "d": "float32", "e": "bfloat16"}
+    files = pack_files([ShardPart("r", tensor(name, 1, dtype=dtype), 0) for name, dtype in dtypes.items()], 10**9)
+    assert [[one.shard.name for one in file] for file in files] == [["b", "d"], ["a", "c"], ["e"]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import threading
 from pathlib import Path
@@ -21,30 +20,36 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.live_export import save_weights
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.save import JobRecord, _write_tensors, config_bytes, save_checkpoint
+from paddleformers_fc.execute.phases import Phases, PhaseTimer, Slowest, rounded, slowest_of
+from paddleformers_fc.execute.save import _write_tensors, config_bytes
 from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.storage.paths import LOCK_NAME
 from paddleformers_fc.storage.safetensors import layout_file
 from tests.execute.simulated import (
+    ARRAYS,
     CONFIG,
+    GROUPS,
+    HEAD,
+    HEADS,
     HIDDEN,
     MODEL,
-    Arrays,
-    Roles,
+    all_right,
+    attempt,
+    attempt_save,
     canonical,
+    flex,
     job,
     live,
     load,
     same_values,
     save,
     succeed,
+    the_error,
 )
 from verification.digests import canonical_digests
 
-ARRAYS = canonical()
 # Tensor-parallel degree and sharding degree of the optimizer; ranks are their product.
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)]
 PAIRS = [
     ((1, 1), (2, 1)),
     ((2, 1), (1, 2)),
@@ -61,66 +66,7 @@ def test_a_resume_restores_every_bit_under_any_layout(
     tmp_path: Path, stored: tuple[int, int], wanted: tuple[int, int]
 ) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, *stored)
-    load(tmp_path / "checkpoint-3", ARRAYS, *wanted)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_export_of_every_layout_is_the_same_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: tuple[int, int]
-) -> None:
-    save(tmp_path / "checkpoint-3", ARRAYS, *layout)
-    with monkeypatch.context() as patched:
-        # In more and smaller pieces.
-        patched.setattr(export_files, "_CACHE_BYTES", 512)
-        report = export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "export")
-    (name,) = report.files
-    loaded = load_file(tmp_path / "export" / name)
-    assert loaded.keys() == ARRAYS.keys()
-    assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
-    save(tmp_path / "checkpoint-4", ARRAYS, 1, 1)
-    again = export_checkpoint(tmp_path / "checkpoint-4", tmp_path / "again")
-    assert report.digests() == again.digests()
-    assert json.loads((tmp_path / "export/config.json").read_text()) == CONFIG
-
-
-def test_an_export_is_the_same_file_whichever_rank_held_which_part(tmp_path: Path) -> None:
-    def work(channel: Any) -> None:
-        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        held = live(ARRAYS, 2, 1 - channel.rank)
-        save_checkpoint(tmp_path / "checkpoint-3", held, MODEL, files, JobRecord(3, 24, {"tensor": 2}), channel)
-
-    succeed(2, work)
-    export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "export")
-    loaded = load_file(tmp_path / "export/model.safetensors")
-    assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
-
-
-def test_an_export_in_several_files_has_an_index_that_is_right(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", ARRAYS, 2, 1)
-    report = export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000)
-    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(array.nbytes for array in ARRAYS.values())
-    for name, file in index["weight_map"].items():
-        assert np.array_equal(load_file(tmp_path / "hf" / file)[name], ARRAYS[name])
-    assert len(report.files) == len(set(index["weight_map"].values())) > 3
-
-
-def test_an_export_takes_along_what_describes_the_model_and_nothing_of_the_trainer(tmp_path: Path) -> None:
-    files = {
-        "config.json": config_bytes(CONFIG),
-        "templates/chat.jinja": b"hello",
-        "trainer/state.json": b"{}",
-    }
-    source = tmp_path / "checkpoint-3"
-    succeed(1, lambda channel: save_checkpoint(source, live(ARRAYS, 1, 0), MODEL, files, JobRecord(3, 24, {}), channel))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/notes.txt").write_text("kept")
-    for target in ("fresh", "run"):
-        export_checkpoint(source, tmp_path / target)
-        found = {str(path.relative_to(tmp_path / target)) for path in (tmp_path / target).rglob("*") if path.is_file()}
-        exported = {"config.json", "flex_checksums.json", "model.safetensors", "templates/chat.jinja"}
-        assert found - {"notes.txt"} == exported
-    assert (tmp_path / "run/notes.txt").read_text() == "kept"
+    load(tmp_path / "checkpoint-3", *wanted)
 
 
 @pytest.mark.parametrize("call", ["pwrite", "preadv"])
@@ -128,7 +74,7 @@ def test_an_export_that_fails_in_the_midst_leaves_nothing_and_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setattr(export_files, "_CACHE_BYTES", 512)
-    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
+    save(tmp_path / "checkpoint-3")
     threads = set(threading.enumerate())
     original, calls = getattr(os, call), []
 
@@ -152,22 +98,21 @@ def test_an_export_that_fails_in_the_midst_leaves_nothing_and_no_thread(
 BESIDE_A_CHECKPOINT = ["checkpoint-3", "config.json", "flex_checksums.json", "model.safetensors"]
 
 
-def export_live(target: Path, tp: int) -> None:
-    """Export a live model of some ranks."""
+def export_live(target: Path) -> None:
+    """Export a live model of two ranks."""
 
     def work(channel: Any) -> None:
         files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        save_weights(live(ARRAYS, tp, channel.rank)["model_state"], MODEL, files, target, 10**9, channel)
+        save_weights(live(ARRAYS, 2, channel.rank)["model_state"], MODEL, files, target, 10**9, channel)
 
-    succeed(tp, work)
+    succeed(2, work)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
 def test_a_live_model_is_exported_into_the_output_directory_where_that_is_mounted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "output"
-    save(output / "checkpoint-3", ARRAYS, 1, 1)
+    save(output / "checkpoint-3")
     rename = os.rename
 
     def refuse(source: Any, new: Any) -> None:
@@ -177,20 +122,18 @@ def test_a_live_model_is_exported_into_the_output_directory_where_that_is_mounte
 
     monkeypatch.setattr(os, "rename", refuse)
     monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == str(output))
-
     for _ in range(2):
-        export_live(output, tp)
+        export_live(output)
     loaded = load_file(output / "model.safetensors")
     assert all(np.array_equal(loaded[key], ARRAYS[key]) for key in ARRAYS)
     assert sorted(path.name for path in output.iterdir()) == BESIDE_A_CHECKPOINT
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
 def test_an_export_that_is_there_does_not_fail_by_what_cannot_be_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path / "hf" / "checkpoint-3", ARRAYS, 1, 1)  # It is written into, for it holds a directory.
+    save(tmp_path / "hf" / "checkpoint-3")  # It is written into, for it holds a directory.
     unlink = os.unlink
 
     def refuse(path: Any) -> None:
@@ -200,9 +143,9 @@ def test_an_export_that_is_there_does_not_fail_by_what_cannot_be_deleted(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
-        export_live(tmp_path / "hf", tp)
+        export_live(tmp_path / "hf")
     assert any(".removed-" in path.name for path in (tmp_path / "hf").iterdir())
-    export_live(tmp_path / "hf", tp)
+    export_live(tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == BESIDE_A_CHECKPOINT
 
@@ -215,16 +158,9 @@ def test_what_is_kept_beside_a_checkpoint_may_have_a_name_that_is_no_text(tmp_pa
     except OSError:
         pytest.skip("names are text on this file system")
     (output / "checkpoint-3" / "notes").write_text("theirs")
-
-    def work(channel: Any) -> tuple[Path, ...]:
-        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        record = JobRecord(3, 24, {"tensor": tp})
-        held = live(ARRAYS, tp, channel.rank)
-        return save_checkpoint(output / "checkpoint-3", held, MODEL, files, record, channel).set_aside
-
-    (kept,) = next(iter({tuple(found) for found in succeed(tp, work)}))
+    ((kept,),) = {tuple(report.set_aside) for report in save(output / "checkpoint-3", ARRAYS, tp)}
     assert [path.name for path in kept.iterdir()] == ["notes"]
-    load(output / "checkpoint-3", ARRAYS, tp)
+    load(output / "checkpoint-3", tp)
 
 
 def test_digests_are_those_of_the_canonical_tensors(tmp_path: Path) -> None:
@@ -239,79 +175,52 @@ def test_digests_are_those_of_the_canonical_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verify", ["off", "size", "full"])
 @pytest.mark.parametrize("what", ["", "model_state/rank-00000.safetensors"], ids=["checkpoint", "file"])
 def test_what_is_replaced_between_check_and_read_is_refused(tmp_path: Path, verify: str, what: str) -> None:
-    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
-    save(tmp_path / "checkpoint-4", canonical(seed=1), 1, 1)
+    place = tmp_path / "checkpoint-3"
+    save(place)
+    save(tmp_path / "checkpoint-4", canonical(seed=1))
 
     def work(channel: Any) -> None:
-        checkpoint = open_on_all_ranks(tmp_path / "checkpoint-3", channel, verify)
+        checkpoint = open_on_all_ranks(place, channel, verify)
         if verify == "off" and what:
-            checkpoint.catalog.identities[tmp_path / "checkpoint-3" / what]  # Its header is compared.
-        (tmp_path / "checkpoint-3" / what).rename(tmp_path / "away")
-        (tmp_path / "checkpoint-4" / what).rename(tmp_path / "checkpoint-3" / what)
+            checkpoint.catalog.identities[place / what]  # Its header is compared.
+        (place / what).rename(tmp_path / "away")
+        (tmp_path / "checkpoint-4" / what).rename(place / what)
         load_checkpoint(checkpoint, live(ARRAYS, 1, 0, empty=True), MODEL, channel)
 
-    (error,) = job(1, work)
-    assert isinstance(error, Corrupt)
+    error = the_error(job(1, work), Corrupt)
     assert f"{what or 'flex_checkpoint.json'} was replaced or changed after it was checked" in str(error)
 
 
-def test_a_model_of_another_family_is_reported_before_its_consequences(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
-
-    def work(channel: Any) -> None:
-        wanted = live({"model.embed_tokens.weight": ARRAYS["model.embed_tokens.weight"]}, 1, channel.rank, empty=True)
-        config = ModelDescription({**CONFIG, "model_type": "qwen2"}, is_fleet=False)
-        load_checkpoint(open_on_all_ranks(tmp_path / "checkpoint-3", channel), wanted, config, channel)
-
-    (error,) = job(1, work)
-    assert isinstance(error, MismatchError)
-    assert error.evidence[0] == "the checkpoint is of family ernie4_5, the model is qwen2"
-    assert len(error.evidence) > 1
-
-
-def test_a_model_of_other_heads_is_refused_though_every_tensor_has_its_shape(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", ARRAYS, 1, 1)
-    heads, groups, head = (CONFIG[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    other = {"num_attention_heads": heads // 2, "num_key_value_heads": groups // 2, "head_dim": 2 * head}
-
-    def work(channel: Any) -> None:
-        wanted = live(ARRAYS, 1, channel.rank, empty=True)
-        load_checkpoint(
-            open_on_all_ranks(tmp_path / "checkpoint-3", channel),
-            wanted,
-            ModelDescription({**CONFIG, **other}),
-            channel,
-        )
-
-    (error,) = job(1, work)
-    assert isinstance(error, MismatchError)
-    assert f"num_attention_heads: stored {heads}, expected {heads // 2}" in str(error)
-    assert f"num_key_value_heads: stored {groups}, expected {groups // 2}" in str(error)
-
-
 @pytest.mark.parametrize(
-    ("layers", "lines"),
+    ("layers", "of_the_model", "config", "lines"),
     [
-        (3, ["UNEXPECTED", "model.layers.2.self_attn.qkv_proj.weight"]),
-        (1, ["MISSING", "model.layers.1.mlp.up_gate_proj.weight (itself, beta1_pow_acc_0"]),
+        pytest.param(
+            *(2, "model.embed_tokens.", {"model_type": "qwen2"}),
+            ["the checkpoint is of family ernie4_5, the model is qwen2", "UNEXPECTED"],
+            id="of another family, which is named before its consequences",
+        ),
+        pytest.param(
+            *(2, "", {"num_attention_heads": HEADS // 2, "num_key_value_heads": GROUPS // 2, "head_dim": 2 * HEAD}),
+            ["num_attention_heads: stored 4, expected 2", "num_key_value_heads: stored 2, expected 1"],
+            id="of other heads, though every tensor has its shape",
+        ),
+        pytest.param(3, "", {}, ["UNEXPECTED", "model.layers.2.self_attn.qkv_proj.weight"], id="of fewer layers"),
+        pytest.param(
+            *(1, "", {}),
+            ["MISSING", "model.layers.1.mlp.up_gate_proj.weight (itself, beta1_pow_acc_0"],
+            id="of more layers",
+        ),
     ],
 )
-def test_names_missing_on_either_side_are_reported_on_every_rank_before_a_weight_changes(
-    tmp_path: Path, layers: int, lines: list[str]
+def test_a_model_that_does_not_fit_is_refused_on_every_rank_before_a_weight_changes(
+    tmp_path: Path, layers: int, of_the_model: str, config: dict[str, Any], lines: list[str]
 ) -> None:
-    save(tmp_path / "checkpoint-3", canonical(layers=layers), 1)
-
-    def work(channel: Any) -> None:
-        roles = live(ARRAYS, 2, channel.rank, empty=True)
-        with pytest.raises(MismatchError) as refused:
-            load_checkpoint(open_on_all_ranks(tmp_path / "checkpoint-3", channel), roles, MODEL, channel)
-        assert same_values(roles, live(ARRAYS, 2, channel.rank, empty=True))
-        raise refused.value
-
-    first, second = job(2, work)
-    assert isinstance(first, MismatchError), first
-    assert str(first) == str(second)
-    assert all(line in str(first) for line in lines)
+    save(tmp_path / "checkpoint-3", canonical(layers=layers))
+    arrays = {name: array for name, array in ARRAYS.items() if name.startswith(of_the_model)}
+    described = ModelDescription({**CONFIG, **config})
+    text = str(the_error(attempt(tmp_path / "checkpoint-3", 2, arrays=arrays, described=described), MismatchError))
+    places = [text.find(line) for line in lines]
+    assert -1 < places[0] < places[1], text
 
 
 FUSED_NAMES = (
@@ -324,98 +233,54 @@ FUSED_NAMES = (
 )
 
 
-def load_with(directory: Path, statements: list[str], arrays: Arrays, tp: int) -> list[Roles]:
-    """What every rank holds after a load into zeros with statements of a user's."""
-
-    def work(channel: Any) -> Roles:
-        roles = live(arrays, tp, channel.rank, empty=True)
-        stated = {"aoa_statements": statements}
-        load_checkpoint(open_on_all_ranks(directory, channel), roles, MODEL, channel, aoa_config=stated)
-        return roles
-
-    return succeed(tp, work)
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_users_statements_drop_a_layer_and_the_rest_is_derived(tmp_path: Path, tp: int) -> None:
-    three = canonical(layers=3)
-    save(tmp_path / "checkpoint-3", three, 2, 1)
+    save(tmp_path / "checkpoint-3", canonical(layers=3), 2)
     statements = [f"model.layers.2.{name}.weight -> _" for name in FUSED_NAMES]
-    two = {name: array for name, array in three.items() if "layers.2." not in name}
-    for rank, got in enumerate(load_with(tmp_path / "checkpoint-3", statements, two, tp)):
-        assert same_values(live(two, tp, rank), got)
+    two = {name: array for name, array in canonical(layers=3).items() if "layers.2." not in name}
+    load(tmp_path / "checkpoint-3", tp, arrays=two, statements=statements)
 
 
 @pytest.mark.parametrize(("stored", "tp"), [(1, 1), (1, 2), (2, 1)])
 def test_a_users_statements_move_a_layer_with_its_moments_and_leave_a_new_one_fresh(
     tmp_path: Path, stored: int, tp: int
 ) -> None:
-    save(tmp_path / "checkpoint-3", ARRAYS, stored, 1)
-    statements = []
-    for name in FUSED_NAMES:
-        statements.append(f"model.layers.1.{name}.weight -> model.layers.2.{name}.weight")
-        statements.append(f"_ -> model.layers.1.{name}.weight")
-    three = {name.replace("layers.1.", "layers.2."): array for name, array in ARRAYS.items()}
-    zeros = {name: np.zeros_like(array) for name, array in ARRAYS.items() if "layers.1." in name}
-    for rank, got in enumerate(load_with(tmp_path / "checkpoint-3", statements, {**three, **zeros}, tp)):
-        expected = live({**three, **zeros}, tp, rank)
-        powers = {name for name in expected["optimizer_state"] if "layers.1." in name and "pow_acc" in name}
-        for role, names in expected.items():
-            for name, weight in names.items():
-                if name not in powers:
-                    assert np.array_equal(weight.local_tensor.numpy(), got[role][name].local_tensor.numpy()), name
+    save(tmp_path / "checkpoint-3", ARRAYS, stored)
+    names = [(f"model.layers.1.{name}.weight", f"model.layers.2.{name}.weight") for name in FUSED_NAMES]
+    statements = [text for one, other in names for text in (f"{one} -> {other}", f"_ -> {one}")]
+    moved = {name.replace("layers.1.", "layers.2."): array for name, array in ARRAYS.items()}
+    new = {name: np.zeros_like(array) for name, array in ARRAYS.items() if "layers.1." in name}
+    fill = flex(statements=statements)
+
+    def work(channel: Any) -> None:
+        roles, expected = (live({**moved, **new}, tp, channel.rank, empty) for empty in (True, False))
+        fill(tmp_path / "checkpoint-3", roles, channel)
+        for held in (roles, expected):  # The powers of the new layer are zero, not those of an optimizer.
+            for name in [one for one in held["optimizer_state"] if "layers.1." in one and "pow_acc" in one]:
+                del held["optimizer_state"][name]
+        assert same_values(expected, roles)
+
+    succeed(tp, work)
 
 
-GATE_AND_UP = "model.layers.1.mlp.up_gate_proj.weight"
-
-
+@pytest.mark.parametrize("joined", ["axis=0", "axis=1", "fused_ffn"])
 @pytest.mark.parametrize(("stored", "tp"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_statements_that_cut_a_fused_tensor_beside_its_parts_leave_every_part_whole(
-    tmp_path: Path, stored: int, tp: int
-) -> None:
-    save(tmp_path / "checkpoint-3", ARRAYS, stored, 1)
-    statements = [f"{GATE_AND_UP} -> first, second, axis=0", f"second, first -> {GATE_AND_UP}, axis=0"]
-    turned = {
-        name: np.roll(array, HIDDEN // 2, axis=1)
-        if name.startswith("model.layers.1.mlp") and "down" not in name
-        else array
-        for name, array in ARRAYS.items()
-    }
-    for rank, got in enumerate(load_with(tmp_path / "checkpoint-3", statements, ARRAYS, tp)):
-        assert same_values(live(turned, tp, rank), got)
-
-
-@pytest.mark.parametrize("joined", ["axis=1", "fused_ffn"])
-@pytest.mark.parametrize(("stored", "tp"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_statements_that_cut_a_fused_tensor_across_its_ranks_are_refused_or_move_whole_parts(
+def test_statements_that_cut_a_fused_tensor_move_whole_parts_or_are_refused(
     tmp_path: Path, stored: int, tp: int, joined: str
 ) -> None:
-    save(tmp_path / "checkpoint-3", ARRAYS, stored, 1)
-    statements = [f"{GATE_AND_UP} -> one, other, {joined}", f"other, one -> {GATE_AND_UP}, {joined}"]
+    save(tmp_path / "checkpoint-3", ARRAYS, stored)
+    fused = "model.layers.1.mlp.up_gate_proj.weight"
     gate, up = (f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up"))
-    if joined == "fused_ffn" or stored == tp == 1:
-        swapped = {**ARRAYS, gate: ARRAYS[up], up: ARRAYS[gate]}
-        for rank, got in enumerate(load_with(tmp_path / "checkpoint-3", statements, ARRAYS, tp)):
-            assert same_values(live(swapped, tp, rank), got)
+    statements = [f"{fused} -> one, other, {joined}", f"other, one -> {fused}, {joined}"]
+    if joined == "axis=1" and (stored, tp) != (1, 1):
+        error = the_error(attempt(tmp_path / "checkpoint-3", tp, statements=statements), MappingError)
+        assert "cut or join fused tensors across the groups" in error.what
+        assert error.evidence[0].startswith(f"{fused}: ")
+        assert " 2" in error.evidence[0]
         return
-    with pytest.raises(MappingError, match="cut or join fused tensors across the groups") as refusal:
-        load_with(tmp_path / "checkpoint-3", statements, ARRAYS, tp)
-    assert refusal.value.evidence[0].startswith(f"{GATE_AND_UP}: ")
-    assert " 2" in refusal.value.evidence[0]
-
-
-def test_a_rank_that_cannot_describe_itself_stops_every_rank_and_leaves_nothing(tmp_path: Path) -> None:
-    def work(channel: Any) -> None:
-        roles = live(ARRAYS, 2, channel.rank)
-        if channel.rank == 1:
-            roles["model_state"]["model.norm.weight"].local_shape = (99,)
-        save_checkpoint(tmp_path / "checkpoint-3", roles, MODEL, {}, JobRecord(3, 24, {}), channel)
-
-    first, second = job(2, work)
-    assert isinstance(first, MismatchError)
-    assert str(first) == str(second)
-    assert "rank 1" in str(first)
-    assert not list(tmp_path.iterdir())
+    beside = {name: np.roll(ARRAYS[name], HIDDEN // 2, axis=1) for name in (gate, up)}
+    changed = beside if joined == "axis=0" else {gate: ARRAYS[up], up: ARRAYS[gate]}
+    load(tmp_path / "checkpoint-3", tp, expected={**ARRAYS, **changed}, statements=statements)
 
 
 def test_the_states_of_a_tied_parameter_are_saved_under_its_owner(tmp_path: Path) -> None:
@@ -426,8 +291,7 @@ def test_the_states_of_a_tied_parameter_are_saved_under_its_owner(tmp_path: Path
     states = held["optimizer_state"]
     held["optimizer_state"] = {name: state for name, state in states.items() if not name.startswith(owner)}
     tied = ModelDescription({**CONFIG, "tie_word_embeddings": True})
-    files = {"config.json": config_bytes(tied.config)}
-    save_checkpoint(tmp_path / "checkpoint-3", held, tied, files, JobRecord(3, 24, {}), ALONE)
+    all_right(attempt_save(tmp_path / "checkpoint-3", lambda _: held, 1, described=tied))
     stored = open_on_all_ranks(tmp_path / "checkpoint-3", ALONE).catalog.roles
     assert owner in stored["model_state"]
     assert f"{owner}.moment1_0" in stored["optimizer_state"]
@@ -441,3 +305,42 @@ def test_a_tensor_whose_size_changes_after_the_plan_is_not_saved(tmp_path: Path)
     tensors = {name: lambda start, stop, array=array: iter([array]) for name, array in arrays.items()}
     with pytest.raises(FormatError, match=r"'a' was given 12 bytes, not 16"):
         _write_tensors(tmp_path, planned, tensors)
+
+
+# ---- Where the time of a save or load went, and which rank took longest.
+
+
+def test_the_coordinator_of_a_save_and_every_rank_of_a_load_know_the_rank_that_took_longest(tmp_path: Path) -> None:
+    reports = save(tmp_path / "checkpoint-3", ARRAYS, 1, 3)
+    assert {(*report.phases.seconds,) for report in reports} == {("plan", "capture", "write", "agree", "commit")}
+    slowest = slowest_of("write", [one.phases.seconds["write"] for one in reports])
+    assert [one.phases.slowest for one in reports] == [slowest, None, None]
+    loads = load(tmp_path / "checkpoint-3", 1, 3)
+    assert {(*report.phases.seconds,) for report in loads} == {("plan", "agree", "read", "finish")}
+    slowest = slowest_of("read", [rounded(one.phases.seconds["read"]) for one in loads])
+    assert {one.phases.slowest for one in loads} == {slowest}
+    assert all(sum(one.phases.seconds.values()) <= one.seconds for one in loads)
+
+
+def test_the_slowest_rank_is_the_first_with_most_seconds() -> None:
+    assert slowest_of("write", [1.0, 3.0, 2.0, 3.0]) == Slowest("write", 1, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("slowest", "text"),
+    [
+        (None, "plan 0.25 s, write 2.00 s"),
+        (Slowest("write", 37, 4.4), "plan 0.25 s, write 2.00 s"),
+        (Slowest("write", 37, 4.6), "plan 0.25 s, write 2.00 s (write on rank 37: 4.60 s)"),
+    ],
+)
+def test_the_slowest_rank_is_shown_if_it_took_much_longer(slowest: Slowest | None, text: str) -> None:
+    assert str(Phases({"plan": 0.25, "write": 2.0}, slowest)) == text
+
+
+def test_a_phase_that_is_repeated_adds_up_and_earlier_seconds_count() -> None:
+    timer = PhaseTimer({"open": 100.0})
+    first, again, plan = timer.end("open"), timer.end("open"), timer.end("plan")
+    assert 100 <= first <= again
+    assert timer.phases() == Phases({"open": again, "plan": plan})
+    assert again + plan <= timer.elapsed

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,67 +11,47 @@ import paddle
 import pytest
 from msgspec.structs import replace
 
-from paddleformers_fc.distributed.channel import Payload
-from paddleformers_fc.errors import FormatError, MappingError, MismatchError, StorageError
+from paddleformers_fc.errors import FlexError, FormatError, MappingError, MismatchError
 from paddleformers_fc.execute import replicas as copies, save as saving, save_plan
-from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import host_pieces
-from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.execute.save_plan import MAX_CACHED_PLANS, PlanCache, SavePlan
 from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import rules_by_name
 from paddleformers_fc.layout.live import describe_roles
-from paddleformers_fc.storage import files, safetensors
+from paddleformers_fc.storage import safetensors
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, UNKNOWN_ORIGIN, read_manifest
 from paddleformers_fc.storage.safetensors import read_header
-from tests.execute.simulated import CONFIG, MODEL, Roles, ThreadChannel, canonical, job, live, same_values, succeed
+from tests.execute.simulated import (
+    ARRAYS,
+    CONFIG,
+    MODEL,
+    Roles,
+    ThreadChannel,
+    all_right,
+    attempt_save,
+    canonical,
+    live,
+    load,
+    succeed,
+    the_error,
+)
 from verification.digests import canonical_digests
 
-ARRAYS = canonical()
+HALF = "model.layers.1.mlp.down_proj.weight"
+Held = Callable[[int], Roles]
 
 
-@dataclass
-class CountingChannel:
-    """A rank's channel that notes what the ranks exchange messages for."""
-
-    inner: ThreadChannel
-    rank: int = field(init=False)
-    world_size: int = field(init=False)
-    given: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.rank, self.world_size = self.inner.rank, self.inner.world_size
-
-    def gather(self, doing: str, *arguments: Any) -> list[Payload] | None:
-        """Every rank's payload."""
-        self.given.append(doing)
-        return self.inner.gather(doing, *arguments)
-
-
-def save(directory: Path, roles_of: Callable[[int], Roles], model: ModelDescription = MODEL, ranks: int = 2) -> bool:
+def save(directory: Path, held: Held, model: ModelDescription = MODEL, ranks: int = 2) -> bool:
     """Save; whether every rank worked out a plan, or none did."""
 
     def work(channel: ThreadChannel) -> bool:
         small = {"config.json": config_bytes(model.config)} if channel.rank == 0 else {}
-        counting = CountingChannel(channel)
-        record = JobRecord(3, 24, {})
-        save_checkpoint(directory, roles_of(channel.rank), model, small, record, counting)
-        return "planning the save" in counting.given
+        save_checkpoint(directory, held(channel.rank), model, small, JobRecord(3, 24, {}), channel)
+        return "planning the save" in channel.purposes
 
     (planned,) = set(succeed(ranks, work))
     return bool(planned)
-
-
-def restored(directory: Path, ranks: int = 1) -> bool:
-    """Whether a load gives every value of ``ARRAYS`` back."""
-
-    def work(channel: ThreadChannel) -> Roles:
-        roles = live(ARRAYS, ranks, channel.rank, empty=True)
-        load_checkpoint(open_on_all_ranks(directory, channel, "full"), roles, MODEL, channel)
-        return roles
-
-    return all(same_values(live(ARRAYS, ranks, rank), got) for rank, got in enumerate(succeed(ranks, work)))
 
 
 def everything(rank: int) -> Roles:
@@ -110,7 +87,7 @@ def test_a_second_save_of_the_same_shards_exchanges_digests_alone_and_writes_the
     save(tmp_path / "a", everything)
     assert not save(tmp_path / "b", everything)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
-    assert restored(tmp_path / "b")
+    load(tmp_path / "b", verify="full")
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -124,19 +101,14 @@ def test_files_that_one_rank_alone_cannot_write_are_refused_on_all(
             for role, names in everything(rank).items()
         }
 
-    def work(channel: ThreadChannel) -> None:
-        small = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        save_checkpoint(tmp_path / "checkpoint-3", stage(channel.rank), MODEL, small, JobRecord(3, 24, {}), channel)
-
     limit = safetensors.MAX_HEADER_BYTES
     monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 5000)
-    for outcome in job(2, work):
-        assert isinstance(outcome, FormatError)
-        assert f"(on rank {failing})" in outcome.render()
+    error = the_error(attempt_save(tmp_path / "checkpoint-3", stage), FormatError)
+    assert f"(on rank {failing})" in error.render()
     assert not any(tmp_path.iterdir())
     monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", limit)
-    succeed(2, work)
-    assert restored(tmp_path / "checkpoint-3")
+    all_right(attempt_save(tmp_path / "checkpoint-3", stage))
+    load(tmp_path / "checkpoint-3", verify="full")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +123,7 @@ def test_files_that_one_rank_alone_cannot_write_are_refused_on_all(
 def test_a_plan_is_not_used_when_one_rank_of_several_holds_something_else(tmp_path: Path, name: str, role: str) -> None:
     save(tmp_path / "a", everything)
     assert save(tmp_path / "b", without(name, role))
-    assert restored(tmp_path / "b", ranks=2)
+    load(tmp_path / "b", 2, verify="full")
     assert not save(tmp_path / "c", without(name, role))
     assert contents(tmp_path / "b") == contents(tmp_path / "c")
 
@@ -198,58 +170,71 @@ def test_only_the_last_plans_are_kept_and_every_rank_has_its_own() -> None:
     assert len(keeper.known(0, b"a")) == MAX_CACHED_PLANS - 1
 
 
-HALF = "model.layers.1.mlp.down_proj.weight"
+def lacking(role: str, name: str, sharded: int) -> Held:
+    """Weights, their master weights and their states on two ranks, the second of which lacks its half of one."""
+
+    def held(rank: int) -> Roles:
+        roles = live(ARRAYS, 1 if sharded > 1 else 2, rank, sharded=sharded)
+        moments = {name: one for name, one in roles["optimizer_state"].items() if name.endswith(".moment1_0")}
+        roles["master_weight"] = {name.removesuffix(".moment1_0"): one for name, one in moments.items()}
+        if rank == 1:
+            del roles[role][name]
+        return roles
+
+    return held
 
 
-def states(rank: int, sharded: int) -> Roles:
-    """Weights, their master weights and their states on one of two ranks, each half of a tensor or half of a range."""
-    roles = live(ARRAYS, 1 if sharded > 1 else 2, rank, sharded=sharded)
-    copies = {
-        name.removesuffix(".moment1_0"): weight
-        for name, weight in roles["optimizer_state"].items()
-        if name.endswith(".moment1_0")
-    }
-    return {**roles, "master_weight": copies}
+def with_a_state_of_no_parameter(rank: int) -> Roles:
+    held = everything(rank)
+    held["optimizer_state"]["model.ghost.weight.moment1_0"] = held["model_state"]["lm_head.weight"]
+    return held
 
 
-def save_part(directory: Path, roles: Roles, channel: ThreadChannel) -> None:
-    """Save what one rank holds."""
-    small = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-    save_checkpoint(directory, roles, MODEL, small, JobRecord(3, 24, {}), channel)
+def that_one_rank_cannot_describe(rank: int) -> Roles:
+    held = everything(rank)
+    if rank == 1:
+        held["model_state"]["model.norm.weight"].local_shape = (99,)
+    return held
 
 
-@pytest.mark.parametrize("sharded", [1, 2], ids=["boxes", "ranges"])
-@pytest.mark.parametrize(
-    ("role", "name"),
-    [("optimizer_state", f"{HALF}.moment1_0"), ("optimizer_state", f"{HALF}.moment2_0"), ("master_weight", HALF)],
-)
-def test_a_job_that_lacks_a_part_of_a_state_saves_nothing(tmp_path: Path, role: str, name: str, sharded: int) -> None:
-    succeed(2, lambda channel: save_part(tmp_path / "whole", states(channel.rank, sharded), channel))
-
-    def work(channel: ThreadChannel) -> None:
-        held = states(channel.rank, sharded)
-        if channel.rank == 1:
-            del held[role][name]
-        save_part(tmp_path / "holes", held, channel)
-
-    errors = job(2, work)
-    assert all(isinstance(error, MismatchError) for error in errors)
-    assert str(errors[0]) == str(errors[1])
-    assert f"{name}: " in str(errors[0])
-    assert "is not stored" in str(errors[0])
-    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+def under_rules_by_name() -> ModelDescription:
+    """Stated rules of a model whose configuration names a declared family."""
+    shards = describe_roles(everything(0))["model_state"].values()
+    return ModelDescription(
+        CONFIG, rules=rules_by_name([ModelTensor(one.name, one.global_shape, one.dtype, one.cuts) for one in shards])
+    )
 
 
-def test_a_state_of_no_parameter_is_never_saved(tmp_path: Path) -> None:
-    def work(channel: ThreadChannel) -> None:
-        held = everything(channel.rank)
-        held["optimizer_state"]["model.ghost.weight.moment1_0"] = held["model_state"]["lm_head.weight"]
-        save_part(tmp_path / "a", held, channel)
+OTHER_CONFIG = {"files": lambda rank: {"config.json": config_bytes({**CONFIG, "head_dim": 8})} if rank == 0 else {}}
+STATES = [("optimizer_state", f"{HALF}.moment1_0"), ("optimizer_state", f"{HALF}.moment2_0"), ("master_weight", HALF)]
+REFUSED: dict[str, tuple[Held, dict[str, Any], type[FlexError], str]] = {
+    **{
+        f"half of {name} in {role} is missing, {kind}": (lacking(role, name, ranks), {}, MismatchError, f"{name}: ")
+        for role, name in STATES
+        for ranks, kind in ((1, "a box"), (2, "a range"))
+    },
+    "a state of no parameter": (
+        *(with_a_state_of_no_parameter, {}, MismatchError),
+        "model.ghost.weight.moment1_0: is a state of no parameter",
+    ),
+    "an impossible shard": (that_one_rank_cannot_describe, {}, MismatchError, "rank 1"),
+    "another config.json": (everything, OTHER_CONFIG, MappingError, "head_dim: 8 in config.json, 4 in mapping"),
+    "other rules": (
+        *(everything, {"described": under_rules_by_name()}, MappingError),
+        "differs from the declaration of its family",
+    ),
+}
 
-    for error in job(2, work):
-        assert isinstance(error, MismatchError)
-        assert error.evidence == ("model.ghost.weight.moment1_0: is a state of no parameter",)
-    assert list(tmp_path.iterdir()) == []
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_save_that_is_refused_leaves_nothing_and_raises_the_same_error_on_every_rank(
+    tmp_path: Path, why: str
+) -> None:
+    held, options, kind, text = REFUSED[why]
+    error = the_error(attempt_save(tmp_path / "checkpoint-3", held, **options), kind)
+    assert text in str(error)
+    assert ("is not stored" in str(error)) == ("missing" in why)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -289,60 +274,3 @@ def test_what_is_not_contiguous_is_copied_in_pieces(monkeypatch: pytest.MonkeyPa
     assert (np.concatenate(list(host_pieces(ones, 0, 140))) == expected).all()
     half = turned.astype("bfloat16").transpose([1, 0, 2])
     assert str(next(host_pieces(half, 0, 140)).dtype) == "bfloat16"
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
-def test_a_write_that_the_system_refuses_ends_the_save_alike_on_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    save(tmp_path / "checkpoint-2", everything)
-    before = contents(tmp_path)
-    write, calls = files.os.pwrite, []
-
-    def refuse(descriptor: int, data: Any, offset: int) -> int:
-        calls.append(len(data))
-        if len(calls) == 20:
-            return write(descriptor, data[: len(data) // 2], offset)
-        if len(calls) > 20:
-            raise OSError(number, "refused")
-        return write(descriptor, data, offset)
-
-    def work(channel: ThreadChannel) -> None:
-        small = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        save_checkpoint(tmp_path / "checkpoint-3", everything(channel.rank), MODEL, small, JobRecord(3, 9, {}), channel)
-
-    threads = set(threading.enumerate())
-    monkeypatch.setattr(files.os, "pwrite", refuse)
-    outcomes = job(2, work)
-    monkeypatch.setattr(files.os, "pwrite", write)
-    assert all(isinstance(error, StorageError) for error in outcomes)
-    assert str(outcomes[0]) == str(outcomes[1])
-    assert f"errno {number} ({errno.errorcode[number]})" in str(outcomes[0])
-    assert ", byte " in str(outcomes[0])
-    assert contents(tmp_path) == before
-    assert set(threading.enumerate()) <= threads
-    save(tmp_path / "checkpoint-3", everything)
-    assert restored(tmp_path / "checkpoint-3")
-
-
-@pytest.mark.parametrize("by_name", [False, True], ids=["config.json", "rules"])
-def test_a_save_that_its_own_reader_would_refuse_raises_on_every_rank_and_writes_nothing(
-    tmp_path: Path, by_name: bool
-) -> None:
-    def work(channel: ThreadChannel) -> None:
-        roles, described, config = live(ARRAYS, 1, channel.rank), MODEL, CONFIG
-        if by_name:  # Stated rules of a model whose configuration names a declared family.
-            shards = describe_roles(roles)["model_state"].values()
-            tensors = [ModelTensor(one.name, one.global_shape, one.dtype, one.cuts) for one in shards]
-            described = ModelDescription(CONFIG, rules=rules_by_name(tensors))
-        else:
-            config = {**CONFIG, "head_dim": 8}
-        files = {"config.json": config_bytes(config)} if channel.rank == 0 else {}
-        save_checkpoint(tmp_path / "checkpoint-3", roles, described, files, JobRecord(3, 24, {}), channel)
-
-    one, other = job(2, work)
-    assert isinstance(one, MappingError)
-    assert str(one) == str(other)
-    expected = "differs from the declaration of its family" if by_name else "head_dim: 8 in config.json, 4 in mapping"
-    assert expected in str(one)
-    assert not list(tmp_path.iterdir())

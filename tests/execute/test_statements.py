@@ -17,6 +17,7 @@ from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from tests.execute.simulated import succeed
 from tests.families.spaces import model_of
 from verification import simulate_ranks
 
@@ -58,45 +59,27 @@ def saved(directory: Path, model: SimulatedModel) -> Path:
 
 
 def load_with(
-    directory: Path,
-    model: SimulatedModel,
-    statements: Sequence[str],
-    reverse: bool = False,
-    may_change: Sequence[str] = (),
+    directory: Path, model: SimulatedModel, statements: Sequence[str], reverse: bool = False, **options: Any
 ) -> list[simulate_ranks.Roles]:
     """What every rank holds after a load with statements; what is not loaded stays 7."""
-    ranks = range(model.grid.world_size)
-    held = [simulate_ranks.filled(model.roles(rank), _sevens) for rank in ranks]
 
-    def work(channel: Channel) -> None:
+    def sevens(role: str, shard: Shard) -> simulate_ranks.Array:
+        return np.full_like(simulate_ranks.value_of(role, shard), 7)
+
+    def work(channel: Channel) -> simulate_ranks.Roles:
+        held = simulate_ranks.filled(model.roles(channel.rank), sevens)
         stated = {"aoa_statements": list(statements), "aoa_config_reverse": reverse}
-        load_checkpoint(
-            open_on_all_ranks(directory, channel),
-            held[channel.rank],
-            model.model,
-            channel,
-            aoa_config=stated,
-            may_change=may_change,
-        )
+        opened = open_on_all_ranks(directory, channel)
+        load_checkpoint(opened, held, model.model, channel, aoa_config=stated, **options)
+        return held
 
-    simulate_ranks.run_threads(model.grid.world_size, work)
-    return held
+    return succeed(model.grid.world_size, work)
 
 
-def _sevens(role: str, shard: Shard) -> simulate_ranks.Array:
-    return np.full_like(simulate_ranks.value_of(role, shard), 7)
-
-
-def bits(held: Sequence[simulate_ranks.Roles]) -> list[dict[tuple[str, str], bytes]]:
+def bits(held: Sequence[simulate_ranks.Roles]) -> list[tuple[str, str, bytes]]:
     """The bits of every weight and state, rank by rank."""
-    return [
-        {
-            (role, name): one.local_tensor.array.tobytes()
-            for role, weights in roles.items()
-            for name, one in weights.items()
-        }
-        for roles in held
-    ]
+    ranks = [(role, names) for roles in held for role, names in roles.items()]
+    return [(role, name, one.local_tensor.array.tobytes()) for role, names in ranks for name, one in names.items()]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from paddleformers_fc.distributed.channel import LocalChannel
+from paddleformers_fc.distributed.channel import ALONE, LocalChannel
 from paddleformers_fc.errors import MismatchError, NotACheckpoint
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
@@ -19,16 +21,16 @@ from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.replicas import Ties, Writers, diverged, hash_ties, ties_of
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
 from paddleformers_fc.families import family_for
-from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.layout.grid import parse_grid
+from paddleformers_fc.layout.roles import OPTIMIZER_STATE
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
-from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, write_manifest
+from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.trainer.resume import Search, require_newest
 from tests.cli.support import run
-from tests.execute.simulated import job, succeed
+from tests.execute.simulated import all_right, job, succeed, the_error
 from verification import simulate_ranks
 
 EMBEDDING, LM_HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
@@ -42,7 +44,7 @@ TIED = structs.replace(
     },
 )
 GRIDS = ["pp=2", "pp=3", "pp=4", "dp=2,pp=2", "tp=2,pp=2", "sharding=2,split=true,pp=2", "sharding=2,pp=2"]
-Change = Callable[[int, simulate_ranks.Roles], None]
+Change = Callable[[int, simulate_ranks.Roles], object]
 
 
 def tied_value(role: str, shard: Shard) -> Any:
@@ -93,18 +95,19 @@ def lines(checkpoint: Path) -> list[str]:
     return [line for tie in read_manifest(checkpoint).ties for line in tie.differences]
 
 
-def reports(outcomes: list[SaveReport | Exception]) -> list[SaveReport]:
-    assert all(isinstance(one, SaveReport) for one in outcomes), outcomes
-    return [one for one in outcomes if isinstance(one, SaveReport)]
+def load(checkpoint: Path, grid: str = "dp=1") -> list[simulate_ranks.Roles]:
+    return simulate_ranks.load(checkpoint, model_of(grid))
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("way", ["off", "refuse"])
-def test_equal_copies_are_saved_without_a_word(tmp_path: Path, grid: str, way: str) -> None:
-    for report in reports(save(tmp_path / "checkpoint-3", grid, way=way)):
+def test_equal_copies_are_saved_silently_and_loaded(tmp_path: Path, grid: str, way: str) -> None:
+    for report in all_right(save(tmp_path / "checkpoint-3", grid, way=way)):
         assert (report.differences, report.diverged_ties) == ((), ())
     assert b"diverged_ties" not in (tmp_path / "checkpoint-3/flex_checkpoint.json").read_bytes()
+    (held,) = load(tmp_path / "checkpoint-3")
+    assert differing_copies(held, simulate_ranks.filled(model_of("dp=1").roles(0), tied_value)) == []
 
 
 @pytest.mark.sampled
@@ -118,31 +121,29 @@ def test_equal_copies_are_saved_without_a_word(tmp_path: Path, grid: str, way: s
         ("optimizer_state", ".beta1_pow_acc_0"),
     ],
 )
-def test_one_bit_of_any_weight_or_state_of_a_copy_is_recorded_under_every_option(
+def test_one_bit_of_any_weight_or_state_of_a_copy_is_recorded_under_every_option_and_not_loaded(
     tmp_path: Path, grid: str, role: str, suffix: str
 ) -> None:
-    first, *others = reports(save(tmp_path / "checkpoint-3", grid, flip(LM_HEAD + suffix, role), "off"))
+    first, *others = all_right(save(tmp_path / "checkpoint-3", grid, flip(LM_HEAD + suffix, role), "off"))
     (tie,) = first.diverged_ties
     (line,) = tie.differences
     assert line.startswith(f"{role} {LM_HEAD}{suffix} on ")
     assert tie.copies == [EMBEDDING, LM_HEAD]
     assert all(report.diverged_ties == first.diverged_ties for report in others)
     assert read_manifest(tmp_path / "checkpoint-3").ties == [tie]
+    with pytest.raises(MismatchError):
+        load(tmp_path / "checkpoint-3")
 
 
-def test_the_report_names_the_ranks_of_both_copies(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", "tp=2,pp=2", flip(LM_HEAD))
-    assert lines(tmp_path / "checkpoint-3") == [f"model_state {LM_HEAD} on ranks 2-3, {EMBEDDING} on ranks 0-1"]
-
-
-def test_a_part_of_a_copy_that_differs_is_counted(tmp_path: Path) -> None:
-    def change(rank: int, roles: simulate_ranks.Roles) -> None:
-        if rank == 3:
-            flip(LM_HEAD)(rank, roles)
-
-    save(tmp_path / "checkpoint-3", "tp=2,pp=2", change)
-    (line,) = lines(tmp_path / "checkpoint-3")
-    assert line.endswith(": 1 of 2 parts differ")
+@pytest.mark.parametrize(("ranks", "counted"), [((2, 3), ""), ((3,), ": 1 of 2 parts differ")])
+def test_the_report_names_the_ranks_of_both_copies_and_counts_the_parts_that_differ(
+    tmp_path: Path, ranks: tuple[int, ...], counted: str
+) -> None:
+    save(tmp_path / "checkpoint-2", "tp=2,pp=2")  # The second save of a plan compares as well.
+    save(tmp_path / "checkpoint-3", "tp=2,pp=2", lambda rank, roles: rank in ranks and flip(LM_HEAD)(rank, roles))
+    assert lines(tmp_path / "checkpoint-2") == []
+    named = f"model_state {LM_HEAD} on ranks 2-3, {EMBEDDING} on ranks 0-1"
+    assert lines(tmp_path / "checkpoint-3") == [named + counted]
 
 
 @pytest.mark.parametrize("at", [0, 1, 20_001, 32_767])
@@ -164,18 +165,9 @@ def test_any_element_is_compared_where_the_stages_share_states_differently(tmp_p
 
 
 def test_a_save_that_is_to_refuse_saves_nothing(tmp_path: Path) -> None:
-    outcomes = save(tmp_path / "checkpoint-3", "pp=3", flip(LM_HEAD), "refuse")
-    assert len({str(outcome) for outcome in outcomes}) == 1
-    assert isinstance(outcomes[0], MismatchError)
-    assert f"model_state {LM_HEAD} on rank 2, {EMBEDDING} on rank 0" in str(outcomes[0])
+    error = the_error(save(tmp_path / "checkpoint-3", "pp=3", flip(LM_HEAD), "refuse"), MismatchError)
+    assert f"model_state {LM_HEAD} on rank 2, {EMBEDDING} on rank 0" in str(error)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_second_save_of_a_plan_compares_as_well(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", "pp=2")
-    save(tmp_path / "checkpoint-4", "pp=2", flip(LM_HEAD))
-    assert lines(tmp_path / "checkpoint-3") == []
-    assert len(lines(tmp_path / "checkpoint-4")) == 1
 
 
 def test_replicas_of_one_copy_are_a_matter_of_the_option_alone(tmp_path: Path) -> None:
@@ -186,47 +178,34 @@ def test_replicas_of_one_copy_are_a_matter_of_the_option_alone(tmp_path: Path) -
             flip(LM_HEAD)(rank, roles)
             flip(EMBEDDING)(rank, roles)
 
-    for report in reports(save(tmp_path / "checkpoint-3", "dp=2,pp=2", change)):
+    for report in all_right(save(tmp_path / "checkpoint-3", "dp=2,pp=2", change)):
         assert len(report.differences) == 2
-        written = len(lines(tmp_path / "checkpoint-3"))
-        assert written == len(report.diverged_ties)
-    assert (written == 0) == can_be_loaded(tmp_path / "checkpoint-3")
-
-
-def can_be_loaded(checkpoint: Path) -> bool:
-    try:
-        simulate_ranks.load(checkpoint, model_of("dp=1"))
-    except MismatchError:
-        return False
-    return True
+        assert len(report.diverged_ties) == len(lines(tmp_path / "checkpoint-3"))
+    with pytest.raises(MismatchError) if lines(tmp_path / "checkpoint-3") else nullcontext():
+        load(tmp_path / "checkpoint-3")
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("grid", GRIDS)
-def test_what_a_save_records_is_what_a_load_refuses(tmp_path: Path, grid: str) -> None:
-    save(tmp_path / "checkpoint-3", grid, flip(LM_HEAD + ".w_0", "master_weight", 0))
-    assert not can_be_loaded(tmp_path / "checkpoint-3")
-    save(tmp_path / "checkpoint-4", grid)
-    assert can_be_loaded(tmp_path / "checkpoint-4")
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(("grid", "recorded"), [*((grid, True) for grid in GRIDS), ("pp=2", False)])
 @pytest.mark.parametrize(("tied", "copy"), [("first", EMBEDDING), ("last", LM_HEAD)])
-def test_a_chosen_copy_is_read_with_all_of_its_states(tmp_path: Path, grid: str, tied: str, copy: str) -> None:
-    save(tmp_path / "checkpoint-3", grid, value=simulate_ranks.value_of)
+def test_a_chosen_copy_is_read_with_all_of_its_states(
+    tmp_path: Path, grid: str, recorded: bool, tied: str, copy: str
+) -> None:
+    """The manifest of an earlier version has no record of copies that differ; there the declared order counts."""
+    checkpoint = tmp_path / "checkpoint-3"
+    save(checkpoint, grid, value=simulate_ranks.value_of)
+    if not recorded:
+        write_manifest(checkpoint, structs.replace(read_manifest(checkpoint), ties=[]))
     model = model_of("tp=2")
     held = [simulate_ranks.filled(model.roles(rank), nothing) for rank in range(2)]
 
     def work(channel: Any) -> None:
-        checkpoint = structs.replace(open_on_all_ranks(tmp_path / "checkpoint-3", channel), tied=tied)
-        load_checkpoint(checkpoint, held[channel.rank], TIED, channel)
+        opened = structs.replace(open_on_all_ranks(checkpoint, channel), tied=tied)
+        load_checkpoint(opened, held[channel.rank], TIED, channel)
 
     succeed(2, work)
     for rank, roles in enumerate(held):
-        expected = simulate_ranks.filled(model.roles(rank), of_copy(copy))
-        # Fused layers lie in another order under tensor parallelism, which is no matter here.
-        assert not any(name.split()[1].startswith((EMBEDDING, LM_HEAD)) for name in differing(roles, expected))
+        assert differing_copies(roles, simulate_ranks.filled(model.roles(rank), of_copy(copy))) == []
 
 
 def nothing(role: str, shard: Shard) -> Any:
@@ -250,6 +229,11 @@ def differing(one: simulate_ranks.Roles, other: simulate_ranks.Roles) -> list[st
         for name, weight in names.items()
         if not np.array_equal(one[role][name].local_tensor.array, weight.local_tensor.array)
     ]
+
+
+def differing_copies(one: simulate_ranks.Roles, other: simulate_ranks.Roles) -> list[str]:
+    """Of tied tensors alone, as fused layers lie in another order under tensor parallelism."""
+    return [name for name in differing(one, other) if name.split()[1].startswith((EMBEDDING, LM_HEAD))]
 
 
 def ties_between(everyone: Sequence[dict[str, dict[str, Shard]]], owners: dict[str, str]) -> Ties:
@@ -308,26 +292,15 @@ def test_copies_of_another_shape_or_dtype_are_diverged() -> None:
     assert tie.differences == ["model_state one: bfloat16 [4, 2], owner: float32 [4, 2]"]
 
 
-def test_a_diverged_checkpoint_is_never_the_newest(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", "pp=2", step=3)
-    save(tmp_path / "checkpoint-4", "pp=2", flip(LM_HEAD), "off", step=4)
-    found, ((skipped, why),) = newest_checkpoint(tmp_path)
-    assert (found, skipped) == (tmp_path / "checkpoint-3", tmp_path / "checkpoint-4")
-    assert f"model_state {LM_HEAD} on rank 1, {EMBEDDING} on rank 0" in why
-    warnings: list[str] = []
-    assert require_newest(Search(tmp_path, LocalChannel(), warnings.append)).path == tmp_path / "checkpoint-3"
-    assert "checkpoint-4" in warnings[0]
-    assert LM_HEAD in warnings[0]
-
-
-def test_on_several_disks_a_diverged_checkpoint_is_skipped_by_every_rank(tmp_path: Path) -> None:
+def test_a_diverged_checkpoint_is_never_the_newest_on_any_disk(tmp_path: Path) -> None:
     places = [tmp_path / "disk-0", tmp_path / "disk-1"]
     for step, change in ((3, None), (4, flip(LM_HEAD))):
         save([place / f"checkpoint-{step}" for place in places], "pp=2", change, step=step)
     warnings: list[str] = []
     found = succeed(2, lambda channel: require_newest(Search(places[channel.rank], channel, warnings.append)))
     assert [one.path for one in found] == [place / "checkpoint-3" for place in places]
-    assert LM_HEAD in warnings[0]
+    assert "checkpoint-4" in warnings[0]
+    assert f"model_state {LM_HEAD} on rank 1, {EMBEDDING} on rank 0" in warnings[0]
 
 
 def test_where_all_are_diverged_none_is_resumed_by_itself(tmp_path: Path) -> None:
@@ -380,14 +353,28 @@ def test_verify_and_inspect_report_a_diverged_checkpoint(tmp_path: Path, level: 
     assert "diverged" in listed["fault"]
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read_by_the_declared_order(tmp_path: Path) -> None:
-    """Its manifest has no record of copies that differ."""
-    checkpoint = tmp_path / "checkpoint-3"
-    save(checkpoint, "pp=2", value=simulate_ranks.value_of)
-    manifest = read_manifest(checkpoint)
-    write_manifest(checkpoint, structs.replace(manifest, ties=[]))
-    model = model_of("dp=1")
-    for tied, copy in (("first", EMBEDDING), ("last", LM_HEAD)):
-        roles = simulate_ranks.filled(model.roles(0), nothing)
-        load_checkpoint(structs.replace(open_flex(checkpoint), tied=tied), roles, TIED, LocalChannel())
-        assert differing(roles, simulate_ranks.filled(model.roles(0), of_copy(copy))) == []
+# ---- Numbers that fill the same memory: parameters in one fused buffer share the powers of beta.
+
+
+POWER = ".beta1_pow_acc_0"
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_unequal_numbers_are_not_loaded_into_the_same_memory(tmp_path: Path, equal: bool) -> None:
+    laid = declared_model(family_for(simulate_ranks.QWEN3_MOE.config), simulate_ranks.QWEN3_MOE, parse_grid("dp=1"))
+    one, other, *_ = (name for name in laid.roles(0)[OPTIMIZER_STATE] if name.endswith(POWER))
+
+    def numbers(role: str, shard: Shard) -> np.ndarray:  # type: ignore[type-arg]
+        value = 0.5 if equal or shard.name != other else 0.25
+        return np.full(shard.global_shape, value, np.float32)
+
+    simulate_ranks.save(tmp_path / "checkpoint-3", [simulate_ranks.filled(laid.roles(0), numbers)], laid)
+    live = simulate_ranks.filled(laid.roles(0), lambda role, shard: np.zeros(shard.global_shape, np.float32))
+    states = live[OPTIMIZER_STATE]
+    live[OPTIMIZER_STATE] = {**states, other: replace(states[other], local_tensor=states[one].local_tensor)}
+    checkpoint = open_on_all_ranks(tmp_path / "checkpoint-3", ALONE)
+    if equal:
+        load_checkpoint(checkpoint, live, laid.model, ALONE)
+        return
+    with pytest.raises(MismatchError, match=r"differ|equal"):
+        load_checkpoint(checkpoint, live, laid.model, ALONE)

@@ -5,6 +5,7 @@ A file of small numbers, cut into blocks of a few hundred bytes, is read by rank
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,20 +18,25 @@ import numpy as np
 import pytest
 import xxhash
 
-from paddleformers_fc.errors import Corrupt, FormatError
+from paddleformers_fc.errors import CheckpointError, Corrupt, FlexError, StorageError
 from paddleformers_fc.execute.exchange import ReadContext, Replicas, Traffic, read_redistributed
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.execute.load import LoadReport, prepare_weights
 from paddleformers_fc.execute.reading import ArraySlot
+from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage import executor, identities as identities_module
-from paddleformers_fc.storage.checksum import BlockHasher
+from paddleformers_fc.storage.checksum import INDEX_NAME, BlockHasher
 from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.identities import identities_of, same_bytes_key
 from paddleformers_fc.storage.paths import parse_path
 from paddleformers_fc.storage.remote import RemoteStatus
-from tests.execute.simulated import job, succeed
+from paddleformers_fc.storage.safetensors import read_header
+from tests.execute.simulated import ARRAYS, MODEL, all_right, attempt, flip, job, live, load, save, succeed, the_error
+from tests.harness.sealing import reseal
 
 ROLE, FILE, BLOCK = "model_state", "numbers", 400
 ROWS, COLUMNS = 24, 25
@@ -86,7 +92,12 @@ def recorded_blocks() -> RecordedBlocks:
 
 
 def read(
-    root: Path, reads: Sequence[Items], once: bool = False, options: ReadOptions = TWO_THREADS
+    root: Path,
+    reads: Sequence[Items],
+    once: bool = False,
+    options: ReadOptions = TWO_THREADS,
+    dtype: Any = np.float32,
+    verified: bool = True,
 ) -> Callable[[Any], tuple[Traffic, dict[str, Any]]]:
     """The work of a rank: fill its tensors, and compare its blocks in the same pass."""
     identities = identities_of([root / FILE])
@@ -94,22 +105,17 @@ def read(
     everyone = [recorded.reads((one.stored for one in items), source) for items in reads]
     parts = tuple(one.stored for one in reads[0])
     replicas = Replicas(tuple(range(len(reads))), parts) if once else None
-    storage = ReadContext(root, identities, recorded=recorded, block_reads=everyone, replicas=replicas)
+    blocks: dict[str, Any] = {"recorded": recorded, "block_reads": everyone} if verified else {}
+    storage = ReadContext(root, identities, replicas=replicas, **blocks)
 
     def work(channel: Any) -> tuple[Traffic, dict[str, Any]]:
         items = tuple(reads[channel.rank])
-        slots = {(ROLE, one.name): ArraySlot(np.zeros(one.stored.part.volume, np.float32)) for one in items}
+        slots = {(ROLE, one.name): ArraySlot(np.zeros(one.stored.part.volume, dtype)) for one in items}
         plan = LoadPlan(items, (), {}, Report())
         done = read_redistributed(plan, storage, slots, channel, options)
         return done, {name: slot.array for (_, name), slot in slots.items()}
 
     return work
-
-
-def flip(root: Path, at: int) -> None:
-    raw = bytearray((root / FILE).read_bytes())
-    raw[at] ^= 4
-    (root / FILE).write_bytes(raw)
 
 
 def blocks_of(reads: Sequence[Items]) -> set[int]:
@@ -140,9 +146,11 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("kind", "once"), WAYS)
+@pytest.mark.parametrize("image_bytes", [executor.IMAGE_BYTES, 96], ids=["usual", "shorter than a block"])
 def test_every_read_fills_its_tensors_and_hashes_every_block_once_in_the_job(
-    root: Path, hashed: list[bytes], kind: str, once: bool
+    root: Path, hashed: list[bytes], monkeypatch: pytest.MonkeyPatch, kind: str, once: bool, image_bytes: int
 ) -> None:
+    monkeypatch.setattr(executor, "IMAGE_BYTES", image_bytes)
     reads = READS[kind]
     results = succeed(len(reads), read(root, reads, once))
     for items, (_, arrays) in zip(reads, results, strict=True):
@@ -154,45 +162,29 @@ def test_every_read_fills_its_tensors_and_hashes_every_block_once_in_the_job(
     assert sum(done.hashed for done, _ in results) == sum(map(len, hashed))
 
 
-@pytest.mark.parametrize("kind", READS)
-def test_pieces_shorter_than_a_block_fill_the_same_bytes(
-    root: Path, hashed: list[bytes], monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.setattr(executor, "IMAGE_BYTES", 96)
-    test_every_read_fills_its_tensors_and_hashes_every_block_once_in_the_job(root, hashed, kind, False)
-
-
 @pytest.mark.parametrize(("kind", "once"), WAYS)
-def test_a_flipped_bit_of_any_block_is_reported_on_every_rank_with_file_and_block(
+def test_a_flipped_bit_of_any_block_that_is_read_is_reported_on_every_rank_with_file_and_block(
     root: Path, kind: str, once: bool
 ) -> None:
     reads = READS[kind]
     for number in sorted(blocks_of(reads)):
         # The last byte of a block: in some kinds one that no rank wants.
         at = min((number + 1) * BLOCK, NUMBERS.nbytes) - 1
-        flip(root, at)
-        errors = job(len(reads), read(root, reads, once))
-        flip(root, at)
-        assert all(isinstance(error, Corrupt) for error in errors), errors
-        assert len({str(error) for error in errors}) == 1
-        assert errors[0].evidence[0].startswith(f"{FILE} does not match its checksum in 1 of 6 blocks: block {number} ")
-        assert "tensors that were being filled are undefined" in errors[0].what
-
-
-@pytest.mark.parametrize("kind", READS)
-def test_a_flipped_bit_in_a_block_that_no_rank_reads_is_no_fault(root: Path, kind: str) -> None:
-    for number in set(range(6)) - blocks_of(READS[kind]):
-        flip(root, number * BLOCK)
-    succeed(len(READS[kind]), read(root, READS[kind]))
+        flip(root / FILE, at)
+        error = the_error(job(len(reads), read(root, reads, once)), Corrupt)
+        flip(root / FILE, at)
+        assert error.evidence[0].startswith(f"{FILE} does not match its checksum in 1 of 6 blocks: block {number} ")
+        assert "tensors that were being filled are undefined" in error.what
+    for number in set(range(6)) - blocks_of(reads):
+        flip(root / FILE, number * BLOCK)
+    succeed(len(reads), read(root, reads, once))
 
 
 def test_faults_of_several_blocks_and_ranks_come_in_one_report(root: Path) -> None:
     for number in (1, 2, 5):
-        flip(root, number * BLOCK + 7)
-    one, other = job(2, read(root, READS["rows of two ranks that share a block"]))
-    assert str(one) == str(other)
-    lines = " ".join(one.evidence)
-    assert all(f"block {number} (from byte {number * BLOCK})" in lines for number in (1, 2, 5))
+        flip(root / FILE, number * BLOCK + 7)
+    error = the_error(job(2, read(root, READS["rows of two ranks that share a block"])))
+    assert all(f"block {number} (from byte {number * BLOCK})" in " ".join(error.evidence) for number in (1, 2, 5))
 
 
 @pytest.mark.parametrize("options", [ReadOptions(1), ReadOptions(3), ReadOptions(1, staging_memory_bytes=64)])
@@ -220,7 +212,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(root: Path, monkeypatch
 
     def change(blocks: Any, low: int, digest: bytes) -> None:
         compare(blocks, low, digest)
-        flip(root, low)
+        flip(root / FILE, low)
         os.utime(root / FILE, ns=(0, 0))
 
     monkeypatch.setattr(executor.OwnedBlocks, "compare", change)
@@ -251,17 +243,135 @@ def test_damage_explains_a_number_that_cannot_be_cast(root: Path) -> None:
     raw = bytearray((root / FILE).read_bytes())
     raw[7] = 0x7E
     (root / FILE).write_bytes(raw)
-    identities = identities_of([root / FILE])
-    recorded, one = recorded_blocks(), READS["whole blocks"][0][0]
-    everyone = [recorded.reads([one.stored], same_bytes_key(identities))]
-    slots = {(ROLE, "a"): ArraySlot(np.zeros(NUMBERS.size, np.float16))}
+    plain, verified = (read(root, READS["whole blocks"], dtype=np.float16, verified=one) for one in (False, True))
+    (error,) = job(1, plain)
+    assert isinstance(error, FlexError)
+    assert not isinstance(error, Corrupt)
+    assert "block 0 (from byte 0)" in the_error(job(1, verified), Corrupt).evidence[0]
 
-    def work(storage: ReadContext) -> Callable[[Any], Traffic]:
-        return lambda channel: read_redistributed(LoadPlan((one,), (), {}, Report()), storage, slots, channel)
 
-    (error,) = job(1, work(ReadContext(root, identities)))
-    assert not isinstance(error, Corrupt | Traffic), error
-    (error,) = job(1, work(ReadContext(root, identities, recorded=recorded, block_reads=everyone)))
-    assert isinstance(error, Corrupt)
-    assert "block 0 (from byte 0)" in error.evidence[0]
-    assert FormatError is not type(error)
+# ---- Checkpoints under ``flex_verify: full``: headers and documents first, and tensors while they are filled.
+
+
+BLOCK_BYTES = 500
+"""No divisor of a header's length."""
+WEIGHTS, STATES = "model_state/rank-00000.safetensors", "optimizer_state/rank-00001.safetensors"
+NAME = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of two ranks, its checksums recorded in many small blocks."""
+    directory = tmp_path / "checkpoint-3"
+    save(directory, ARRAYS, 2)
+    reseal(directory, BLOCK_BYTES)
+    return directory
+
+
+def attempt_full(directory: Path, ranks: int, only: str | None = None) -> list[Any]:
+    return attempt(directory, ranks, only=only, verify="full")
+
+
+def flip_end_of(path: Path, name: str) -> int:
+    """Flip a bit of the last byte of a tensor; its offset."""
+    at = read_header(path).tensors[name].end - 1
+    flip(path, at)
+    return at
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_byte_that_is_read_is_refused_by_file_and_block_on_every_rank(checkpoint: Path, ranks: int) -> None:
+    at = flip_end_of(checkpoint / WEIGHTS, NAME)
+    (line,) = the_error(attempt_full(checkpoint, ranks), Corrupt).evidence
+    assert f"{WEIGHTS} does not match its checksum in 1 of" in line
+    assert f"block {at // BLOCK_BYTES} (from byte {at // BLOCK_BYTES * BLOCK_BYTES})" in line
+    assert ("found by rank 0" in line) == (ranks > 1)
+
+
+@pytest.mark.parametrize("name", ["mapping.json", "config.json", INDEX_NAME])
+def test_a_byte_of_a_document_is_refused_on_every_rank(checkpoint: Path, name: str) -> None:
+    flip(checkpoint / name, 10)
+    assert f"{name} does not match its checksum" in str(the_error(attempt_full(checkpoint, 2), Corrupt))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("at", [3, 9, 200, "its end"])
+def test_a_byte_of_a_header_is_refused_before_any_tensor_changes(checkpoint: Path, ranks: int, at: int | str) -> None:
+    path = checkpoint / STATES
+    end = min(tensor.begin for tensor in read_header(path).tensors.values())
+    flip(path, end - 1 if isinstance(at, str) else at)
+    for outcome in attempt_full(checkpoint, ranks):
+        assert isinstance(outcome, CheckpointError), outcome
+        assert STATES in str(outcome)
+        assert "are undefined" not in str(outcome)
+    # No rank opens a file that it does not read.
+    all_right(attempt_full(checkpoint, ranks, "model_state"))
+
+
+def test_a_byte_that_no_rank_reads_does_not_matter_to_a_load_and_is_found_by_a_check_of_all(checkpoint: Path) -> None:
+    flip_end_of(checkpoint / "optimizer_state/rank-00000.safetensors", f"{NAME}.moment1_0")
+    all_right(attempt_full(checkpoint, 2, "model_state"))
+    with pytest.raises(Corrupt, match="optimizer_state/rank-00000"):
+        open_flex(checkpoint, "full")
+
+
+def test_an_export_under_full_finds_a_byte_that_no_header_and_no_document_holds(checkpoint: Path) -> None:
+    target = checkpoint.parent / "exported"
+    export_checkpoint(checkpoint, target, verify="full")
+    before = (target / "model.safetensors").read_bytes()
+    at = flip_end_of(checkpoint / WEIGHTS, NAME)
+    with pytest.raises(Corrupt) as raised:
+        export_checkpoint(checkpoint, target, verify="full")
+    assert f"block {at // BLOCK_BYTES} (from byte {at // BLOCK_BYTES * BLOCK_BYTES})" in raised.value.evidence[0]
+    assert (target / "model.safetensors").read_bytes() == before
+    assert sorted(one.name for one in checkpoint.parent.iterdir()) == ["checkpoint-3", "exported"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("unread", [WEIGHTS, STATES])
+def test_a_load_under_full_whose_reads_the_system_refuses_is_refused_on_every_rank(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, unread: str, ranks: int
+) -> None:
+    original = os.preadv
+    numbers = min(one.begin for one in read_header(checkpoint / unread).tensors.values())
+
+    def refuse(descriptor: int, buffers: Any, offset: int) -> int:
+        if offset > numbers and os.readlink(f"/proc/self/fd/{descriptor}").endswith(unread):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    assert unread in str(the_error(attempt(checkpoint, ranks=ranks, verify="full", in_reads=True), StorageError))
+
+
+def test_every_rank_hashes_its_share_and_no_block_is_hashed_twice_or_without_a_full_check(checkpoint: Path) -> None:
+    (alone,), two = (load(checkpoint, ranks, verify="full") for ranks in (1, 2))
+    held = live(ARRAYS, 1, 0).values()
+    wanted = sum(weight.local_tensor.numpy().nbytes for names in held for weight in names.values())
+    assert 0.9 * wanted < alone.bytes_hashed < 1.1 * wanted
+    assert sum(report.bytes_hashed for report in two) == alone.bytes_hashed
+    assert all(report.bytes_hashed < 0.65 * alone.bytes_hashed for report in two)
+    assert [report.bytes_hashed for report in load(checkpoint, 2)] == [0, 0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_open_weights_that_are_replaced_after_they_were_opened_are_refused(checkpoint: Path, ranks: int) -> None:
+    export_checkpoint(checkpoint, checkpoint.parent / "hf")
+    weights = checkpoint.parent / "hf" / "model.safetensors"
+
+    def work(channel: Any) -> LoadReport:
+        exchange, seen = channel.gather, []
+
+        def replaced(*given: Any) -> Any:
+            everyone = exchange(*given)
+            if not seen and channel.rank == 0:
+                flip(weights)
+            seen.append(given)
+            exchange("waiting", b"")  # All have seen what was there before.
+            return everyone
+
+        channel.gather = replaced
+        roles = {"model_state": live(ARRAYS, 1, channel.rank, empty=True)["model_state"]}
+        return prepare_weights(checkpoint.parent / "hf", roles, MODEL, channel).fill()
+
+    assert "was replaced or changed after it was checked" in str(the_error(job(ranks, work), Corrupt))

@@ -1,7 +1,9 @@
-"""Shards: flattened ranges are boxes, live weights are described by their fields."""
+"""Shards: flattened ranges are boxes, live weights are described by their fields, and placements give boxes."""
 
 from __future__ import annotations
 
+import math
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +13,8 @@ from hypothesis import given, strategies as st
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.layout.live import describe_roles, facts_of
 from paddleformers_fc.layout.roles import split_state_name
-from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import Box, shifted, whole
+from paddleformers_fc.layout.shards import AxisShard, Shard, coordinate_of, placed_box
+from paddleformers_fc.mapping.boxes import Box, cover_faults, shifted, whole
 from tests.harness.sampling import thorough
 
 
@@ -75,12 +77,6 @@ def test_a_state_that_has_not_its_parameters_shape_is_refused() -> None:
         describe_roles(roles)
 
 
-def test_a_tensor_smaller_than_its_shard_is_refused() -> None:
-    live = weight((2, 4), local_shape=(4, 4), global_shape=(4, 4))
-    with pytest.raises(MismatchError, match="has 8 elements, its shard 16"):
-        describe_roles({"model_state": {"w": live}})
-
-
 def test_weights_with_the_same_impossible_description_are_all_named() -> None:
     alike = {name: weight((2, 4), local_shape=(4, 4), global_shape=(4, 4)) for name in ("v", "w")}
     sound = {name: weight((4, 4), global_shape=(8, 4), global_offset=(4, 0)) for name in ("x", "y")}
@@ -108,18 +104,13 @@ def test_each_of_several_weights_is_described_as_itself() -> None:
     }
 
 
-@pytest.mark.parametrize("one", UNLIKE)
-def test_the_facts_of_weights_differ_where_their_shards_do(one: str) -> None:
+def test_the_facts_of_weights_differ_where_their_roles_names_or_shards_do() -> None:
     usual = weight((2, 4), global_shape=(4, 4))
-    other = SimpleNamespace(**{**vars(usual), **UNLIKE[one]})
-    assert facts_of({"model_state": {"w": other}}) != facts_of({"model_state": {"w": usual}})
-    assert facts_of({"model_state": {"v": usual}}) != facts_of({"model_state": {"w": usual}})
-    assert facts_of({"master_weight": {"w": usual}}) != facts_of({"model_state": {"w": usual}})
-
-
-def test_ranges_of_one_box_have_facts_of_their_own() -> None:
-    ranges = [weight((8,), local_shape=(4, 4), is_flattened=True, flattened_range=slice(at, at + 8)) for at in (0, 8)]
-    assert len({facts_of({"master_weight": {"w": one}}) for one in ranges}) == 2
+    weights = [usual, *(SimpleNamespace(**{**vars(usual), **one}) for one in UNLIKE.values())]
+    found = [
+        facts_of({role: {name: one}}) for one in weights for role in ("model_state", "master_weight") for name in "vw"
+    ]
+    assert len(set(found)) == len(found)
 
 
 @pytest.mark.parametrize(
@@ -140,3 +131,54 @@ def test_a_shard_that_is_larger_than_its_tensor_by_one_is_impossible(
     box: Box, flat: tuple[int, int] | None, message: str | None
 ) -> None:
     assert list(Shard("w", "float32", (4, 8), box, flat).faults()) == ([] if message is None else [f"w: {message}"])
+
+
+# ---- Boxes from meshes and placements.
+
+
+def test_all_parts_but_the_last_are_equally_long() -> None:
+    rows = [placed_box((7, 2), (3,), [AxisShard(0)], (place,)) for place in range(3)]
+    assert rows == [Box((0, 0), (3, 2)), Box((3, 0), (6, 2)), Box((6, 0), (7, 2))]
+    assert [placed_box((6,), (4,), [AxisShard(0)], (place,)).shape for place in range(4)] == [(2,), (2,), (2,), (0,)]
+
+
+def test_a_rank_beyond_the_length_has_an_empty_box() -> None:
+    assert placed_box((2,), (4,), [AxisShard(0)], (3,)) == Box((2,), (2,))
+
+
+def test_axes_of_a_mesh_divide_one_axis_in_turn() -> None:
+    both = [AxisShard(0), AxisShard(0)]
+    assert [placed_box((5,), (2, 2), both, place).shape for place in product(range(2), repeat=2)] == [
+        (2,),
+        (1,),
+        (1,),
+        (1,),
+    ]
+    reversed_order = [AxisShard(0, order=1), AxisShard(0)]
+    assert placed_box((8,), (2, 2), reversed_order, (0, 1)) == Box((4,), (6,))
+    assert placed_box((8,), (2, 2), both, (0, 1)) == Box((2,), (4,))
+
+
+def test_ranks_have_row_major_coordinates() -> None:
+    assert coordinate_of(7, (2, 3), [2, 3, 5, 7, 11, 13]) == (1, 0)
+    assert coordinate_of(4, (2, 3), [2, 3, 5, 7, 11, 13]) is None
+    assert coordinate_of(0, (), [0]) == ()
+
+
+@given(st.data())
+def test_boxes_of_all_ranks_tile_a_tensor(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    axes = st.none() | st.builds(AxisShard, st.integers(0, len(shape) - 1), st.integers(0, 2))
+    placements = data.draw(st.lists(axes, min_size=len(mesh), max_size=len(mesh)))
+    # Replicas have the boxes of the first rank along their axis.
+    held = [range(length if one else 1) for length, one in zip(mesh, placements, strict=True)]
+    boxes = [placed_box(shape, mesh, placements, place) for place in product(*held)]
+    found = [box for box in boxes if box.volume]
+    assert not cover_faults(whole(shape), found)
+    assert sum(box.volume for box in found) == math.prod(shape)
+    for axis, one in enumerate(placements):
+        if one is None and mesh[axis] > 1:
+            last = tuple(mesh[axis] - 1 if index == axis else 0 for index in range(len(mesh)))
+            first = (0,) * len(mesh)
+            assert placed_box(shape, mesh, placements, last) == placed_box(shape, mesh, placements, first)

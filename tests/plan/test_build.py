@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import subprocess
 import sys
@@ -10,20 +12,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, strategies as st
 
 from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats import OpenedCheckpoint
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import StoredModel
+from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec
-from paddleformers_fc.mapping.boxes import shifted, whole
+from paddleformers_fc.mapping import Correspondence, Rule, RuleSet, Shape, TensorSpec
+from paddleformers_fc.mapping.boxes import Box, shifted, whole
+from paddleformers_fc.mapping.rules import Slab
 from paddleformers_fc.plan.build import ReadSource, plan_reads
-from paddleformers_fc.plan.items import LoadPlan
+from paddleformers_fc.plan.items import LoadPlan, ReadItem
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.plan.sources import huggingface_source, resume_source, stored_mapping
 from paddleformers_fc.storage.manifest import Manifest
+from tests.harness.sampling import thorough
 from tests.mapping.numbers import numbered
 from tests.plan.stored import opened, stored_tensor
 
@@ -55,8 +61,12 @@ def as_stored(*names: str) -> RuleSet:
     return RuleSet(specs, tuple(Rule((name,), (name,), (2,), 1, (0, 1)) for name in names))
 
 
-def plan_of(catalog: Catalog, mapping: TensorMapping, shard: Shard, role: str = "model_state") -> LoadPlan:
-    return plan_reads(ReadSource(catalog, mapping), {role: {shard.name: shard}})
+def full(name: str, *shape: int, dtype: str = "float32") -> Shard:
+    return Shard(name, dtype, shape, whole(shape))
+
+
+def plan_of(catalog: Catalog, rules: RuleSet, *shards: Shard, role: str = "model_state", **options: Any) -> LoadPlan:
+    return plan_reads(ReadSource(catalog, rules.mapping(), **options), {role: {shard.name: shard for shard in shards}})
 
 
 def reported(report: Report) -> dict[str, set[str]]:
@@ -66,13 +76,9 @@ def reported(report: Report) -> dict[str, set[str]]:
 
 def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
     rules = as_stored(*(f"layers.{i}.w" for i in range(4)))
-    arrays = {
-        "layers.0.w": np.zeros((4, 2), np.float32),
-        "layers.1.w": np.zeros((6, 2), np.float32),
-        "layers.2.w": np.zeros((4, 2), np.float16),
-    }
-    wanted = {name: Shard(name, "float32", (4, 2), whole((4, 2))) for name in rules.targets}
-    plan = plan_reads(ReadSource(stored(tmp_path, arrays, 1), rules.mapping()), {"model_state": wanted})
+    shapes = {"layers.0.w": (4, np.float32), "layers.1.w": (6, np.float32), "layers.2.w": (4, np.float16)}
+    arrays = {name: np.zeros((rows, 2), dtype) for name, (rows, dtype) in shapes.items()}
+    plan = plan_of(stored(tmp_path, arrays, 1), rules, *(full(name, 4, 2) for name in rules.targets))
     with pytest.raises(MismatchError) as caught:
         plan.report.raise_error("here")
     text = str(caught.value)
@@ -85,16 +91,14 @@ def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
 def test_missing_states_of_many_layers_are_one_line(tmp_path: Path) -> None:
     rules = as_stored(*(f"layers.{i}.w" for i in range(4)))
     catalog = stored(tmp_path, {name: np.zeros((4, 2), np.float32) for name in rules.targets}, 1)
-    states = [f"{name}.{state}_0" for name in rules.targets for state in ("moment1", "moment2")]
-    wanted = {name: Shard(name, "float32", (4, 2), whole((4, 2))) for name in states}
-    report = plan_reads(ReadSource(catalog, rules.mapping()), {"optimizer_state": wanted}).report
+    states = [full(f"{name}.{state}_0", 4, 2) for name in rules.targets for state in ("moment1", "moment2")]
+    report = plan_of(catalog, rules, *states, role="optimizer_state").report
     assert report.evidence()[1:] == ["  layers.{0...3}.w (moment1_0, moment2_0)"]
 
 
 def test_a_tensor_that_nothing_is_mapped_to_is_missing(tmp_path: Path) -> None:
     catalog = stored(tmp_path, {"q": np.zeros((8, 6), np.float32)}, 1)
-    plan = plan_of(catalog, RuleSet({}, ()).mapping(), Shard("q", "float32", (8, 6), whole((8, 6))))
-    assert reported(plan.report) == {"missing": {"q"}}
+    assert reported(plan_of(catalog, RuleSet({}, ()), full("q", 8, 6)).report) == {"missing": {"q"}}
 
 
 def test_a_hole_in_what_is_stored_is_found_before_anything_is_read(tmp_path: Path) -> None:
@@ -103,8 +107,7 @@ def test_a_hole_in_what_is_stored_is_found_before_anything_is_read(tmp_path: Pat
     holed = stored_tensor("q", "float32", (8, 6), tensor.fragments[:1])
     assert list(holed.faults()) == ["q: [4:8, 0:6] is not stored"]
     rules = RuleSet({"w": TensorSpec((6, 8), "float32")}, (Rule(("q",), ("w",), (8,), 1, (1, 0)),))
-    shard = Shard("w", "float32", (6, 8), whole((6, 8)))
-    plan = plan_of(Catalog(tmp_path, {"model_state": {"q": holed}}), rules.mapping(), shard)
+    plan = plan_of(Catalog(tmp_path, {"model_state": {"q": holed}}), rules, full("w", 6, 8))
     assert "w: [0:6, 4:8] of [0:6, 0:8] is not written" in plan.report.of("coverage")
 
 
@@ -112,9 +115,8 @@ def test_a_hole_is_reported_under_every_name_that_it_is_met_under(tmp_path: Path
     halves = [(Shard(name, "float32", (8, 6), whole((4, 6))), "file", at, 4) for at, name in enumerate("kq")]
     catalog = Catalog(tmp_path, {"model_state": gather_shards(halves)[0]})
     specs = {name: TensorSpec((8, 6), "float32") for name in "kq"}
-    mapping = RuleSet(specs, tuple(Rule((name,), (name,), (6,), 1, (0, 1)) for name in specs)).mapping()
-    wanted = {name: Shard(name, "float32", (8, 6), whole((8, 6))) for name in specs}
-    plan = plan_reads(ReadSource(catalog, mapping), {"model_state": wanted})
+    rules = RuleSet(specs, tuple(Rule((name,), (name,), (6,), 1, (0, 1)) for name in specs))
+    plan = plan_of(catalog, rules, *(full(name, 8, 6) for name in specs))
     assert plan.report.of("coverage") == {f"{name}: [4:8, 0:6] of [0:8, 0:6] is not written" for name in "kq"}
 
 
@@ -122,35 +124,34 @@ def test_a_cast_never_reaches_a_master_weight(tmp_path: Path) -> None:
     rule = Rule(("w",), ("w",), (2,), 1, (0, 1), cast="bfloat16")
     mapping = RuleSet({"w": TensorSpec((4, 2), "bfloat16")}, (rule,)).mapping({"w": "float32"})
     catalog = stored(tmp_path, {"w.w_0": np.zeros((4, 2), np.float32)}, 1)
-    masters = Catalog(tmp_path, {"master_weight": catalog.roles["model_state"]})
-    wanted = Shard("w.w_0", "bfloat16", (4, 2), whole((4, 2)))
-    plan = plan_of(masters, mapping, wanted, "master_weight")
-    assert plan.report.of("dtype") == {"w.w_0: stored float32, expected bfloat16"}
-    master = masters.roles["master_weight"]["w.w_0"]
-    weight = StoredTensor("w", master.form, (("weights", 0),))
-    both = Catalog(tmp_path, {"model_state": {"w": weight}, **masters.roles})
-    shards = {"model_state": {"w": Shard("w", "bfloat16", (4, 2), whole((4, 2)))}, "master_weight": {"w.w_0": wanted}}
-    plan = plan_reads(ReadSource(both, mapping), shards)
-    assert reported(plan.report) == {"dtype": {"w.w_0: stored float32, expected bfloat16"}}
+    master = catalog.roles["model_state"]["w.w_0"]
+    roles = {
+        "model_state": {"w": StoredTensor("w", master.form, (("weights", 0),))},
+        "master_weight": {"w.w_0": master},
+    }
+    wanted = {"model_state": {"w": full("w", 4, 2, dtype="bfloat16")}}
+    wanted["master_weight"] = {"w.w_0": full("w.w_0", 4, 2, dtype="bfloat16")}
+    for held in (["master_weight"], ["model_state", "master_weight"]):
+        source = ReadSource(Catalog(tmp_path, {role: roles[role] for role in held}), mapping)
+        plan = plan_reads(source, {role: wanted[role] for role in held})
+        assert reported(plan.report) == {"dtype": {"w.w_0: stored float32, expected bfloat16"}}
 
 
-def test_an_alias_that_is_stored_too_must_equal_its_owner(tmp_path: Path) -> None:
-    array = np.arange(8, dtype=np.float32).reshape(4, 2)
-    catalog = stored(tmp_path, {"embed": array, "head": array}, 2)
-    rules = as_stored("embed")
-    source = ReadSource(catalog, rules.mapping(), stored_aliases={"head": "embed"})
-    plan = plan_reads(source, {"model_state": {"embed": Shard("embed", "float32", (4, 2), whole((4, 2)))}})
-    assert len(plan.checks) == 2
-    assert plan.touched == {"model_state": frozenset({"embed", "head"})}
-
-
-@pytest.mark.parametrize("copy", [np.zeros((4, 2), np.float16), np.zeros((2, 4), np.float32)], ids=["dtype", "shape"])
-def test_an_alias_of_another_form_than_its_owner_is_reported(tmp_path: Path, copy: np.ndarray[Any, Any]) -> None:
-    catalog = stored(tmp_path, {"embed": np.zeros((4, 2), np.float32), "head": copy}, 1)
-    rules = as_stored("embed")
-    source = ReadSource(catalog, rules.mapping(), stored_aliases={"head": "embed"})
-    plan = plan_reads(source, {"model_state": {"embed": Shard("embed", "float32", (4, 2), whole((4, 2)))}})
-    assert reported(plan.report) == {"unequal": {f"head: {copy.dtype} {list(copy.shape)} is not embed's form"}}
+@pytest.mark.parametrize(
+    "copy",
+    [np.ones((4, 2), np.float32), np.zeros((4, 2), np.float16), np.zeros((2, 4), np.float32)],
+    ids=["the same", "dtype", "shape"],
+)
+def test_an_alias_that_is_stored_too_has_the_form_of_its_owner_and_is_compared(
+    tmp_path: Path, copy: np.ndarray[Any, Any]
+) -> None:
+    catalog = stored(tmp_path, {"embed": np.ones((4, 2), np.float32), "head": copy}, 2)
+    plan = plan_of(catalog, as_stored("embed"), full("embed", 4, 2), stored_aliases={"head": "embed"})
+    if copy.all():
+        assert len(plan.checks) == 2
+        assert plan.touched == {"model_state": frozenset({"embed", "head"})}
+    else:
+        assert reported(plan.report) == {"unequal": {f"head: {copy.dtype} {list(copy.shape)} is not embed's form"}}
 
 
 def test_open_weights_of_another_shape_are_reported_by_the_names_in_their_files(tmp_path: Path) -> None:
@@ -159,13 +160,12 @@ def test_open_weights_of_another_shape_are_reported_by_the_names_in_their_files(
     assert reported(report) == {"shape": {"k: stored [3, 6], expected [4, 6]"}}
 
 
-ACORN = ModelDescription({"model_type": "acorn"})
-
-
-def acorn(rules: RuleSet) -> OpenedCheckpoint:
-    """A checkpoint without tensors, of a model whose family is not known here."""
+def acorn(rules: RuleSet, **stored: StoredTensor) -> OpenedCheckpoint:
+    """A checkpoint of a model whose family is not known here."""
+    described = ModelDescription({"model_type": "acorn"})
     manifest = Manifest(written_by="", step=1, consumed_samples=1, world_size=1, parallel={}, family="acorn", files=[])
-    return opened(Catalog(Path("none"), {}), manifest, StoredModel(rules, ACORN), {"model_type": "acorn"})
+    catalog = Catalog(Path("none"), {"model_state": stored} if stored else {})
+    return opened(catalog, manifest, StoredModel(rules, described), dict(described.config))
 
 
 def test_the_mapping_of_a_checkpoint_is_proved_where_its_family_is_not_known() -> None:
@@ -194,12 +194,10 @@ def test_a_tensor_without_a_canonical_form_is_taken_over_whole_or_refused(shape:
         return RuleSet({"table": TensorSpec(of, "float32")}, (), fresh=("table",))
 
     tensor = stored_tensor("table", "float32", (8,), [StoredFragment("file", 0, whole((8,)))])
-    manifest = Manifest(written_by="", step=1, consumed_samples=1, world_size=1, parallel={}, family="acorn", files=[])
-    catalog = Catalog(Path("none"), {"model_state": {"table": tensor}})
-    checkpoint = opened(catalog, manifest, StoredModel(model((8,)), ACORN), {"model_type": "acorn"})
+    checkpoint = acorn(model((8,)), table=tensor)
     for wanted in ((8,), shape):
         source, report = resume_source(checkpoint, model(wanted))
-        plan = plan_reads(source, {"model_state": {"table": Shard("table", "float32", wanted, whole(wanted))}})
+        plan = plan_reads(source, {"model_state": {"table": full("table", *wanted)}})
         if wanted == (8,):
             assert not report.lines
             assert len(plan.items) == 1
@@ -221,3 +219,187 @@ def test_a_report_is_the_same_message_in_every_process() -> None:
         for seed in "12"
     ]
     assert made[0] == made[1]
+
+
+# ---- Any plan, against looking up every element, whatever was planned before.
+
+
+Coordinates = tuple[int, ...]
+Where = tuple[str, int]
+
+LAYERS, EXPERTS, WIDTH = 3, 3, 2
+PARTS = (8, 4, 4)
+WIDE = 3
+
+
+def coordinates(box: Box) -> list[Coordinates]:
+    """Every element of a box, in row-major order."""
+    return list(itertools.product(*(range(low, high) for low, high in zip(box.lo, box.hi, strict=True))))
+
+
+def row_major(at: Coordinates, shape: Shape) -> int:
+    """The index of an element in a row-major tensor."""
+    index = 0
+    for one, length in zip(at, shape, strict=True):
+        index = index * length + one
+    return index
+
+
+def held(shard: Shard) -> list[Coordinates]:
+    """The elements of a shard, in the order of its buffer."""
+    begin, end = shard.flat or (0, shard.box.volume)
+    return coordinates(shard.box)[begin:end]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> RuleSet:
+    """A model of a few layers over one canonical space, each of them fused, stacked or split as it is drawn."""
+    targets: dict[str, TensorSpec] = {}
+    rules: list[Rule] = []
+    for layer in range(LAYERS):
+        # For axes as they are in canonical space or turned: the shape of a part, and how a rule says it.
+        turned = draw(st.booleans())
+        axes, axis = ((1, 0), 1) if turned else ((0, 1), 0)
+
+        def add(sources: tuple[str, ...], target: str, parts: Shape, rounds: int) -> None:
+            length = sum(parts)
+            targets[target] = TensorSpec((WIDE, length) if turned else (length, WIDE), "float16")  # noqa: B023
+            rules.append(Rule(sources, (target,), parts, axis, axes, target_blocks=rounds))  # noqa: B023
+
+        names = tuple(f"{layer}.{kind}" for kind in "qkv")
+        if draw(st.booleans()):
+            add(names, f"{layer}.qkv", PARTS, draw(st.sampled_from([1, 2, 4])))
+        else:
+            for name, length in zip(names, PARTS, strict=True):
+                add((name,), name, (length,), 1)
+        pairs = [(f"{layer}.{expert}.gate", f"{layer}.{expert}.up") for expert in range(EXPERTS)]
+        kind, rounds = draw(st.sampled_from(["apart", "fused", "stacked"])), draw(st.sampled_from([1, 2]))
+        for expert, pair in enumerate(pairs):
+            if kind == "fused":
+                add(pair, f"{layer}.{expert}.gate_up", (4, 4), rounds)
+            elif kind == "apart":
+                for name in pair:
+                    add((name,), name, (4,), 1)
+            else:
+                stack, slab = f"{layer}.experts", Slab(0, expert, expert + 1)
+                targets[stack] = TensorSpec((EXPERTS, WIDE, 8) if turned else (EXPERTS, 8, WIDE), "float16")
+                rule = Rule(pair, (stack,), (4, 4), axis + 1, (-1, *axes), target_blocks=rounds, slab=slab)
+                rules.append(rule)
+    return RuleSet(targets, tuple(rules))
+
+
+@st.composite
+def cut(draw: st.DrawFn, name: str, shape: Shape) -> list[Shard]:
+    """A tensor as the shards of a few ranks: boxes along one axis, each whole or as flattened ranges."""
+    axis = draw(st.integers(0, len(shape) - 1))
+    cuts = sorted(draw(st.sets(st.integers(1, shape[axis] - 1), max_size=2))) if shape[axis] > 1 else []
+    shards: list[Shard] = []
+    for low, high in itertools.pairwise([0, *cuts, shape[axis]]):
+        box = Box((*[0] * axis, low, *[0] * (len(shape) - axis - 1)), (*shape[:axis], high, *shape[axis + 1 :]))
+        ends = sorted(draw(st.sets(st.integers(1, box.volume - 1), max_size=2))) if draw(st.booleans()) else []
+        if ends:
+            ranges = itertools.pairwise([0, *ends, box.volume])
+            shards += [Shard(name, "float16", shape, box, part) for part in ranges]
+        else:
+            shards.append(Shard(name, "float16", shape, box))
+    return shards
+
+
+@st.composite
+def laid_out(draw: st.DrawFn, model: RuleSet) -> dict[str, list[Shard]]:
+    """Every tensor of a model cut; tensors of one shape are often cut alike, as those of layers are."""
+    alike: dict[Shape, list[Shard]] = {}
+    found: dict[str, list[Shard]] = {}
+    for name, spec in model.targets.items():
+        if spec.shape not in alike or draw(st.integers(0, 3)) == 0:
+            alike[spec.shape] = draw(cut(name, spec.shape))
+        found[name] = [Shard(name, one.dtype, one.global_shape, one.box, one.flat) for one in alike[spec.shape]]
+    return found
+
+
+def pulled(item: Correspondence, at: Coordinates) -> Coordinates:
+    """The source element of a target element."""
+    there = list(item.source_box.lo)
+    for axis, source_axis in enumerate(item.axes):
+        if source_axis >= 0:
+            there[source_axis] += at[axis] - item.target_box.lo[axis]
+    return tuple(there)
+
+
+def elements(model: RuleSet) -> dict[str, dict[Coordinates, tuple[str, Coordinates]]]:
+    """The canonical element of every element of every tensor, rule by rule."""
+    found: dict[str, dict[Coordinates, tuple[str, Coordinates]]] = {name: {} for name in model.targets}
+    for rule in model.rules:
+        alone = RuleSet({name: model.targets[name] for name in rule.targets}, (rule,))
+        for item in alone.mapping().correspondences:
+            for at in coordinates(item.target_box):
+                assert at not in found[item.target]
+                found[item.target][at] = (item.source, pulled(item, at))
+    return found
+
+
+def planned(items: list[ReadItem], size: int) -> list[Where]:
+    """File and byte of every element of a shard, element by element, from its items."""
+    filled: dict[int, Where] = {}
+    for item in items:
+        stored = item.stored
+        for at in coordinates(item.part):
+            there = list(stored.part.lo)
+            for axis, source_axis in enumerate(item.axes):
+                if source_axis >= 0:
+                    there[source_axis] += at[axis] - item.part.lo[axis]
+            index = item.start + row_major(at, item.shape)
+            assert index not in filled
+            filled[index] = (stored.file, stored.begin + WIDTH * row_major(tuple(there), stored.shape))
+    assert sorted(filled) == list(range(size))
+    return [filled[index] for index in range(size)]
+
+
+@thorough(60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(models(), models(), st.data())
+def test_a_plan_reads_every_element_from_where_it_is_stored(
+    stored: RuleSet, wanted: RuleSet, data: st.DataObject
+) -> None:
+    files: list[tuple[Shard, str, int, int]] = []
+    places: dict[tuple[str, Coordinates], Where] = {}
+    ends = {"a": 8, "b": 8}
+    canonical = elements(stored)
+    for name, shards in data.draw(laid_out(stored)).items():
+        for shard in shards:
+            file = data.draw(st.sampled_from(sorted(ends)))
+            files.append((shard, file, ends[file], WIDTH))
+            for index, at in enumerate(held(shard)):
+                places[canonical[name][at]] = (file, ends[file] + WIDTH * index)
+            ends[file] += WIDTH * shard.size
+    tensors, faults = gather_shards(files)
+    assert not faults
+    catalog = Catalog(Path("here"), {MODEL_STATE: tensors})
+    assert not list(catalog.faults())
+    ranks: list[dict[str, Shard]] = []
+    for name, shards in data.draw(laid_out(wanted)).items():
+        for rank, shard in enumerate(shards):
+            ranks += [{}] if rank == len(ranks) else []
+            ranks[rank][name] = shard
+    composed, canonical = stored.mapping().reversed().then(wanted.mapping()), elements(wanted)
+    for shards_of_rank in ranks:
+        plan = plan_reads(ReadSource(catalog, composed), {MODEL_STATE: shards_of_rank})
+        assert not plan.report.lines
+        assert list(plan.items) == sorted(plan.items, key=lambda item: (item.stored.file, item.stored.begin))
+        for name, shard in shards_of_rank.items():
+            items = [item for item in plan.items if item.name == name]
+            assert planned(items, shard.size) == [places[canonical[name][at]] for at in held(shard)]
+
+
+def test_numbers_that_are_kept_once_per_parameter_do_not_take_each_other_s_place() -> None:
+    rule = Rule(("q", "k"), ("qk",), (2, 2), 0, (0,))
+    specs = {"qk": TensorSpec((4,), "float32")}
+    mapping = RuleSet(specs, (rule,)).mapping()
+    one = whole((1,))
+    suffix = ".beta1_pow_acc_0"
+    files = [(Shard(name + suffix, "float32", (1,), one), "f", 4 * place, 4) for place, name in enumerate("qk")]
+    tensors, _ = gather_shards(files)
+    wanted = {OPTIMIZER_STATE: {"qk" + suffix: Shard("qk" + suffix, "float32", (1,), one)}}
+    plan = plan_reads(ReadSource(Catalog(Path("here"), {OPTIMIZER_STATE: tensors}), mapping), wanted)
+    assert [item.stored.begin for item in plan.items] == [0]
+    assert [(check.left.begin, check.right.begin) for check in plan.checks] == [(0, 4)]
+    assert math.prod(plan.items[0].part.shape) == 1

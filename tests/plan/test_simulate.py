@@ -22,53 +22,35 @@ from paddleformers_fc.mapping import TensorSpec, prove
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model
 from tests.families.spaces import model_of, settings
 from tests.harness import tiny
-from tests.harness.layouts import fingerprint
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import MatrixLayout
 from verification.forkserver import ForkServer
 
-FREE = {"moe_use_aux_free": True}
 TIED = {"tie_word_embeddings": True}
 ERNIE = "ernie4_5_moe"
+LLAMA_LAYOUTS = [
+    *(tiny.SINGLE, tiny.DP2, tiny.TP2, tiny.PP2, tiny.SD2V1, tiny.SD2V2, tiny.TP2PP2, tiny.SD2S2, tiny.SD2S3),
+    *(replace(layout, bf16=True) for layout in (tiny.SD2V2, tiny.SD2V1, tiny.SD2S3)),
+    *(tiny.TP2SD2V2, tiny.PP2SD2V2),
+    MatrixLayout("tp2sd2v1", nproc=4, tp=2, sharding=2),
+    MatrixLayout("tp2sd2stage2", nproc=4, tp=2, sharding=2, stage=2),
+    MatrixLayout("tp2pp2sd2v2", nproc=8, tp=2, pp=2, sharding=2, split_param=True),
+]
+ERNIE_LAYOUTS = [
+    *(tiny.SINGLE, tiny.TP2, tiny.PP2, tiny.SD2V1, tiny.SD2V2, tiny.EP2, tiny.SD2S2, tiny.TP2EP2PP2),
+    replace(tiny.SD2V2, bf16=True),
+    MatrixLayout("tp2ep2", nproc=2, tp=2, ep=2),
+    MatrixLayout("sd4ep2", nproc=4, sharding=4, split_param=True, ep=2),
+    MatrixLayout("sd2tp2ep2", nproc=4, tp=2, sharding=2, split_param=True, ep=2),
+    MatrixLayout("pp2sd4ep2", nproc=8, pp=2, sharding=4, split_param=True, ep=2),
+]
 CASES: list[tuple[str, MatrixLayout, dict[str, Any]]] = [
-    *(
-        ("llama", layout, {})
-        for layout in (
-            *(tiny.SINGLE, tiny.DP2, tiny.TP2, tiny.PP2, tiny.SD2V1, tiny.SD2V2, tiny.TP2PP2, tiny.SD2S2, tiny.SD2S3),
-            *(replace(tiny.SD2V2, bf16=True), replace(tiny.SD2V1, bf16=True), replace(tiny.SD2S3, bf16=True)),
-        )
-    ),
-    *(
-        (ERNIE, layout, FREE)
-        for layout in (tiny.SINGLE, tiny.TP2, tiny.PP2, tiny.SD2V1, tiny.SD2V2, tiny.EP2, tiny.SD2S2)
-    ),
-    *(
-        ("llama", layout, {})
-        for layout in (
-            tiny.TP2SD2V2,
-            tiny.PP2SD2V2,
-            MatrixLayout("tp2sd2v1", nproc=4, tp=2, sharding=2),
-            MatrixLayout("tp2sd2stage2", nproc=4, tp=2, sharding=2, stage=2),
-            MatrixLayout("tp2pp2sd2v2", nproc=8, tp=2, pp=2, sharding=2, split_param=True),
-        )
-    ),
-    *(
-        (ERNIE, layout, FREE)
-        for layout in (
-            tiny.TP2EP2PP2,
-            MatrixLayout("tp2ep2", nproc=2, tp=2, ep=2),
-            MatrixLayout("sd4ep2", nproc=4, sharding=4, split_param=True, ep=2),
-            MatrixLayout("sd2tp2ep2", nproc=4, tp=2, sharding=2, split_param=True, ep=2),
-            MatrixLayout("pp2sd4ep2", nproc=8, pp=2, sharding=4, split_param=True, ep=2),
-        )
-    ),
-    (ERNIE, replace(tiny.SD2V2, bf16=True), FREE),
+    *(("llama", layout, {}) for layout in LLAMA_LAYOUTS),
+    *((ERNIE, layout, {"moe_use_aux_free": True}) for layout in ERNIE_LAYOUTS),
     (ERNIE, tiny.SD2V2, {"num_nextn_predict_layers": 1}),
     ("llama", tiny.PP4VPP2, {"num_hidden_layers": 8}),
     ("llama", tiny.PP2, {"num_hidden_layers": 3}),
-    ("llama", tiny.PP2, TIED),
-    ("llama", tiny.SD2V1, TIED),
-    ("llama", tiny.SD2V2, TIED),
+    *(("llama", layout, TIED) for layout in (tiny.PP2, tiny.SD2V1, tiny.SD2V2)),
     (ERNIE, tiny.SINGLE, TIED),
 ]
 
@@ -205,11 +187,7 @@ VISION_MOE = settings(family_for({"model_type": "ernie4_5_moe_vl"}))
         (LLAMA, "pp=4,vpp=2", "num_hidden_layers=6 is less than pp x vpp = 4 x 2 = 8 stages"),
         (LLAMA, "pp=2,vpp=2", "6 layers, empty ones included, are not divisible by pp x vpp = 2 x 2 = 4"),
         ({**LLAMA, "pp_seg_method": "layer:Own"}, "pp=4", "6 layers, empty ones included, are not divisible"),
-        (
-            {**LLAMA, "pp_seg_method": "[0, 9, 3]"},
-            "pp=2",
-            "[0, 9, 3] does not distribute 9 items to 2 parts",
-        ),
+        ({**LLAMA, "pp_seg_method": "[0, 9, 3]"}, "pp=2", "[0, 9, 3] does not distribute 9 items to 2 parts"),
         (LLAMA, "ep=2,sharding=2,split=true", "ep=2: the model has no experts"),
         (MOE, "ep=3,sharding=3,split=true", "the number of experts=4 is not divisible by ep=3"),
         (VISION_MOE, "ep=8,sharding=8,split=true", "the number of experts=4 is not divisible by ep=8"),
@@ -224,22 +202,19 @@ def test_a_grid_that_the_model_cannot_have_is_refused_with_the_numbers(
     assert any(message in line for line in raised.value.evidence)
 
 
-def print_of(config: dict[str, Any], grid: str) -> str:
-    """The fingerprint of a simulated layout."""
-    model = declared_model(family_for(config), model_of(config), parse_grid(grid))
-    return fingerprint(model.roles(rank) for rank in range(model.grid.world_size))
+def test_a_layout_is_the_boxes_of_its_ranks_and_not_its_name() -> None:
+    def ranks(config: dict[str, Any], grid: str) -> list[Any]:
+        model = declared_model(family_for(config), model_of(config), parse_grid(grid))
+        return [model.roles(rank) for rank in range(model.grid.world_size)]
 
-
-def test_a_layout_is_identified_by_the_boxes_of_its_ranks_and_not_by_its_name() -> None:
-    large = {**LLAMA, "hidden_size": 512, "vocab_size": 4096}
-    assert print_of(large, "sharding=2,split=true") != print_of(large, "sharding=2,split=true,buffer=1")
-    assert print_of(LLAMA, "sharding=2,split=true") == print_of(LLAMA, "sharding=2,split=true,buffer=512")
-    assert print_of(LLAMA, "pp=2") != print_of({**LLAMA, "pp_seg_method": "[0, 3, 9]"}, "pp=2")
-    assert print_of(LLAMA, "pp=2") == print_of({**LLAMA, "pp_seg_method": "[0, 4, 9]"}, "pp=2")
-    assert print_of(LLAMA, "dp=2") != print_of(LLAMA, "sharding=2")
-    even = {**LLAMA, "num_key_value_heads": 6}
-    assert print_of(even, "dp=2") != print_of(even, "tp=2")
-    assert print_of(LLAMA, "dp=2") == print_of({**LLAMA, "rms_norm_eps": 1}, "dp=2,pp_first=true")
+    large, even = {**LLAMA, "hidden_size": 512, "vocab_size": 4096}, {**LLAMA, "num_key_value_heads": 6}
+    assert ranks(large, "sharding=2,split=true") != ranks(large, "sharding=2,split=true,buffer=1")
+    assert ranks(LLAMA, "sharding=2,split=true") == ranks(LLAMA, "sharding=2,split=true,buffer=512")
+    assert ranks(LLAMA, "pp=2") != ranks({**LLAMA, "pp_seg_method": "[0, 3, 9]"}, "pp=2")
+    assert ranks(LLAMA, "pp=2") == ranks({**LLAMA, "pp_seg_method": "[0, 4, 9]"}, "pp=2")
+    assert ranks(LLAMA, "dp=2") != ranks(LLAMA, "sharding=2")
+    assert ranks(even, "dp=2") != ranks(even, "tp=2")
+    assert ranks(LLAMA, "dp=2") == ranks({**LLAMA, "rms_norm_eps": 1}, "dp=2,pp_first=true")
 
 
 def test_a_saved_model_is_laid_out_by_its_own_tensors_whatever_its_configuration() -> None:

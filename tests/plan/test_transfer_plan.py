@@ -105,10 +105,6 @@ def test_all_ranks_go_through_the_same_rounds_within_the_bound(
         assert one in schedules[rank].parts(rank)
 
 
-def test_a_rank_that_reads_only_visible_files_needs_no_other_rank() -> None:
-    assert assign_transfers([[part("a", 3)], [part("b", 3)]], {}) == []
-
-
 def test_replicas_are_read_once_and_the_bytes_are_even() -> None:
     parts = [part("a", length, begin) for begin, length in enumerate((8, 4, 4, 2, 2, 2, 2))]
     moves = assign_transfers([parts, parts], {})
@@ -119,12 +115,9 @@ def test_replicas_are_read_once_and_the_bytes_are_even() -> None:
     assert loads[0] == loads[1] == sum(map(size_of, parts)) / 2
 
 
-def test_a_rank_that_wants_a_range_reads_it_before_one_that_does_not() -> None:
-    (move,) = assign_transfers([[], [part("a", 3)], [part("a", 3)]], {"a": [0, 1]})
+def test_a_rank_that_wants_a_range_reads_it_before_one_that_does_not_and_alone_if_it_sees_it() -> None:
+    (move,) = assign_transfers([[part("b", 3)], [part("a", 3)], [part("a", 3)]], {"a": [0, 1]})
     assert move == Transfer(part("a", 3), 1, (1, 2))
-
-
-def test_a_range_of_a_file_that_no_rank_sees_is_named() -> None:
     with pytest.raises(StorageError, match="b is visible to no rank"):
         assign_transfers([[part("b", 1)], []], {"b": []})
 
