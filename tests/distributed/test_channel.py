@@ -26,7 +26,7 @@ from paddleformers_fc.distributed.channel import (
 )
 from paddleformers_fc.errors import FlexError, PeerError, StorageError
 from paddleformers_fc.storage.files import refused
-from tests.execute.simulated import ThreadChannel, job, succeed, the_error
+from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.harness.on_ranks import on_ranks
 
 
@@ -55,7 +55,7 @@ def failing(*refusals: tuple[str, str, OSError, int]) -> FlexError:
 
     outcomes = job(len(errors), work)
     assert len({outcome.to_wire() for outcome in outcomes}) == 1
-    return the_error(outcomes)
+    return outcomes.error()
 
 
 def test_ranks_that_fail_alike_at_paths_of_their_own_have_one_reason() -> None:

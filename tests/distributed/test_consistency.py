@@ -33,7 +33,6 @@ from tests.execute.simulated import (
     open_weights,
     save,
     succeed,
-    the_error,
 )
 
 
@@ -77,7 +76,7 @@ def test_a_difference_is_reported_with_its_values_and_ranks(
         outer, _, inner = subject.partition(".")
         call(channel, {**facts, outer: {inner: value} if inner else value})
 
-    error = the_error(job(4, work))
+    error = job(4, work).error()
     assert isinstance(error, PeerError)
     (line,) = error.evidence
     assert line.startswith(subject)
@@ -86,7 +85,7 @@ def test_a_difference_is_reported_with_its_values_and_ranks(
 
 
 def test_a_fact_that_one_rank_lacks_is_reported() -> None:
-    error = the_error(job(2, lambda channel: call(channel, {"a": 1} if channel.rank else {})))
+    error = job(2, lambda channel: call(channel, {"a": 1} if channel.rank else {})).error()
     assert error.evidence == ("a: not set on rank 0; 1 on rank 1",)
 
 
@@ -98,7 +97,7 @@ def test_what_differs_counts_before_what_became_of_it() -> None:
         check = ConsistencyCheck("a test", {"a": channel.rank})
         run_on_all(channel, "planning", fail if channel.rank == 1 else lambda: None, check)
 
-    assert the_error(job(3, work)).evidence == ("a: 0 on rank 0; 1 on rank 1; 2 on rank 2",)
+    assert job(3, work).error().evidence == ("a: 0 on rank 0; 1 on rank 1; 2 on rank 2",)
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -111,7 +110,7 @@ def test_a_fact_that_cannot_be_encoded_is_an_error_on_every_rank(works: bool) ->
         facts: dict[str, object] = {"statements": [{1: "a", "b": "c"}] if channel.rank == 1 else []}
         run_on_all(channel, "working", work, ConsistencyCheck("a test", facts))
 
-    assert ("TypeError while working" if works else "The work failed.") in str(the_error(job(3, call_with)))
+    assert ("TypeError while working" if works else "The work failed.") in str(job(3, call_with).error())
 
 
 def test_equal_ranks_continue_after_one_exchange_and_long_values_are_compared_to_their_end() -> None:
@@ -120,7 +119,7 @@ def test_equal_ranks_continue_after_one_exchange_and_long_values_are_compared_to
         return int(channel.exchanges)
 
     assert succeed(3, work) == [1] * 3
-    error = the_error(job(3, lambda channel: call(channel, {"long": "x" * 5000 + str(channel.rank // 2)})))
+    error = job(3, lambda channel: call(channel, {"long": "x" * 5000 + str(channel.rank // 2)})).error()
     assert len(error.evidence[0]) < 600
     call(ALONE, {"anything": object()})
 
@@ -137,9 +136,9 @@ def test_the_software_is_that_which_is_imported(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranks_in_different_steps_are_distinguished() -> None:
-    error = the_error(
-        job(3, lambda channel: run_on_all(channel, "saving" if channel.rank == 2 else "loading", lambda: None))
-    )
+    error = job(
+        3, lambda channel: run_on_all(channel, "saving" if channel.rank == 2 else "loading", lambda: None)
+    ).error()
     assert isinstance(error, PeerError)
     assert error.evidence == ("loading on ranks 0-1; saving on rank 2",)
 
@@ -154,7 +153,8 @@ def test_a_rank_of_another_version_is_distinguished() -> None:
 
     first, silent, third = job(3, work)
     assert silent is None
-    assert "not every rank is loading" in str(the_error([first, third]))
+    assert "not every rank is loading" in str(first)
+    assert str(first) == str(third)
 
 
 # ---- Through save and load.
@@ -174,7 +174,7 @@ def test_a_save_of_different_steps_or_configurations_writes_nothing(
         record = JobRecord(3 + step * channel.rank, 24, {})
         save_checkpoint(tmp_path / "checkpoint-3", live(ARRAYS, 2, channel.rank), model, files, record, channel)
 
-    assert line in str(the_error(job(2, work)))
+    assert line in str(job(2, work).error())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -202,7 +202,7 @@ def test_what_ranks_do_differently_is_refused_before_a_weight_changes(
     for step in (3, 4):
         save(tmp_path / f"checkpoint-{step}")
     places = [tmp_path / f"checkpoint-{step}" for step in steps]
-    assert line in str(the_error(attempt(places, len(places), loader=loader)))
+    assert line in str(attempt(places, len(places), loader=loader).error())
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -217,7 +217,7 @@ def test_another_checkpoint_under_the_same_name_is_refused_by_its_checksum(tmp_p
         checkpoint = opened if channel.rank == odd else open_on_all_ranks(place, ALONE)
         return load_checkpoint(checkpoint, roles, MODEL, channel)
 
-    (line,) = the_error(attempt(here, 2, loader=load_either)).evidence
+    (line,) = attempt(here, 2, loader=load_either).error().evidence
     assert line.startswith("manifest: ")
     assert f"on rank {odd}" in line
 
@@ -229,6 +229,6 @@ def test_ranks_that_see_different_open_weights_under_one_name_are_refused(tmp_pa
         place.mkdir(parents=True)
         dtype = np.float16 if rank == odd else np.float32
         save_file({name: array.astype(dtype) for name, array in ARRAYS.items()}, place / "model.safetensors")
-    (line,) = the_error(attempt(places, 2, only="model_state", loader=open_weights())).evidence
+    (line,) = attempt(places, 2, only="model_state", loader=open_weights()).error().evidence
     assert line.startswith("open_weights.model.safetensors: ")
     assert f"on rank {odd}" in line

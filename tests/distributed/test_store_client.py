@@ -18,67 +18,36 @@ from paddleformers_fc.distributed.store_client import StoreClient, hosts_of_rank
 from paddleformers_fc.errors import PeerError
 from paddleformers_fc.trainer.session import read_options
 
-NAMES = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "PADDLE_MASTER",
-    "PADDLE_TRAINER_ENDPOINTS",
-    "PADDLE_CURRENT_ENDPOINT",
-)
-
 
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment without any address."""
-    for name in NAMES:
+    """An environment with the address of something else than the store."""
+    for name in ("PADDLE_MASTER", "PADDLE_TRAINER_ENDPOINTS", "PADDLE_CURRENT_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "8080")
     return monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("environment", "address"),
+    ("master", "endpoints", "own", "address", "host", "hosts"),
     [
-        ({}, None),
-        ({"PADDLE_MASTER": "10.0.0.1:35100"}, ("10.0.0.1", 35100)),
-        ({"PADDLE_MASTER": "10.0.0.1:35100", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "8080"}, ("10.0.0.1", 35100)),
-        ({"PADDLE_TRAINER_ENDPOINTS": "a:1,b:2", "MASTER_ADDR": "a", "MASTER_PORT": "8080"}, ("a", 1)),
-        ({"PADDLE_MASTER": "10.0.0.1:35100", "PADDLE_TRAINER_ENDPOINTS": "a:1,b:2"}, ("10.0.0.1", 35100)),
-        ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "8080"}, None),
+        ("", "", "", None, "127.0.0.1", ()),
+        ("10.0.0.1:35100", "", "", ("10.0.0.1", 35100), "127.0.0.1", ()),
+        ("10.0.0.1:35100", "a:1,b:2", "b:2", ("10.0.0.1", 35100), "b", ("a", "b")),
+        ("", "a:1,b:2,[::1]:1", "a:1", ("a", 1), "a", ("a", "b", "[::1]")),
+        ("", "10.0.0.1:1,10.0.0.1:2", "10.0.0.1:2", ("10.0.0.1", 1), "127.0.0.1", ("10.0.0.1", "10.0.0.1")),
     ],
+    ids=["no launcher", "master", "master and nodes", "nodes", "one node"],
 )
-def test_the_address_of_the_store_is_the_one_that_paddle_reads(
-    variables: pytest.MonkeyPatch, environment: dict[str, str], address: tuple[str, int] | None
+def test_the_store_is_where_paddle_has_it_and_ranks_leave_the_loopback_interface_between_nodes_alone(
+    variables: pytest.MonkeyPatch, master: str, endpoints: str, own: str, address: object, host: str, hosts: object
 ) -> None:
-    for name, value in environment.items():
-        variables.setenv(name, value)
-    assert job_store_address() == address
-
-
-@pytest.mark.parametrize(
-    ("endpoints", "own", "host"),
-    [
-        ("10.0.0.1:1,10.0.0.2:1", "10.0.0.2:1", "10.0.0.2"),
-        ("10.0.0.1:1,10.0.0.1:2", "10.0.0.1:2", "127.0.0.1"),
-        ("", "", "127.0.0.1"),
-    ],
-)
-def test_a_rank_leaves_the_loopback_interface_only_in_a_job_of_several_nodes(
-    variables: pytest.MonkeyPatch, endpoints: str, own: str, host: str
-) -> None:
-    variables.setenv("PADDLE_TRAINER_ENDPOINTS", endpoints)
-    variables.setenv("PADDLE_CURRENT_ENDPOINT", own)
-    assert stores.own_host() == host
-
-
-@pytest.mark.parametrize(
-    ("endpoints", "hosts"),
-    [("10.0.0.1:1,10.0.0.1:2,[::1]:1", ("10.0.0.1", "10.0.0.1", "[::1]")), ("", ())],
-)
-def test_the_hosts_of_all_ranks_are_those_of_the_launcher(
-    variables: pytest.MonkeyPatch, endpoints: str, hosts: tuple[str, ...]
-) -> None:
-    variables.setenv("PADDLE_TRAINER_ENDPOINTS", endpoints)
-    assert hosts_of_ranks() == hosts
+    given = {"PADDLE_MASTER": master, "PADDLE_TRAINER_ENDPOINTS": endpoints, "PADDLE_CURRENT_ENDPOINT": own}
+    for name, value in given.items():
+        if value:
+            variables.setenv(name, value)
+    assert (job_store_address(), stores.own_host(), hosts_of_ranks()) == (address, host, hosts)
     assert read_options(SimpleNamespace(flex_threads=1, flex_read="auto")).hosts == hosts
 
 

@@ -110,10 +110,27 @@ class ThreadChannel(CollectiveChannel):
         return everyone
 
 
-def job(ranks: int, work: Callable[[ThreadChannel], Any]) -> list[Any]:
+class Outcomes(list[Any]):
+    """What each rank of a job returned or raised, by rank."""
+
+    def results(self) -> list[Any]:
+        """What the ranks returned, of which none may have failed."""
+        for outcome in self:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return self
+
+    def error(self, kind: type[FlexError] = FlexError) -> Any:
+        """The error that every rank raised alike."""
+        assert isinstance(self[0], kind), self[0]
+        assert {str(outcome) for outcome in self} == {str(self[0])}
+        return self[0]
+
+
+def job(ranks: int, work: Callable[[ThreadChannel], Any]) -> Outcomes:
     """Run ``work`` on every rank; what each returned or raised, by rank."""
     hub = Hub(ranks)
-    outcomes: list[Any] = [None] * ranks
+    outcomes = Outcomes([None] * ranks)
 
     def run(rank: int) -> None:
         try:
@@ -133,7 +150,7 @@ def job(ranks: int, work: Callable[[ThreadChannel], Any]) -> list[Any]:
 
 def succeed(ranks: int, work: Callable[[ThreadChannel], Any]) -> list[Any]:
     """As :func:`job`, for work that no rank may fail in."""
-    return all_right(job(ranks, work))
+    return job(ranks, work).results()
 
 
 def canonical(layers: int = 2, seed: int = 0) -> Arrays:
@@ -229,8 +246,6 @@ def _weight(name: str, array: np.ndarray[Any, Any], empty: bool, **fields: Any) 
 
 ARRAYS = canonical()
 """The weights that most jobs hold."""
-Saved = SaveReport | Exception
-Loaded = LoadReport | Exception
 Loader = Callable[[AnyPath, Roles, ThreadChannel], LoadReport]
 Places = Path | Sequence[Path]
 
@@ -249,7 +264,7 @@ def save(
     def held(rank: int) -> Roles:
         return live(arrays, tp, rank, sharded=sharded)
 
-    return all_right(attempt_save(directory, held, tp * sharded, step=step, files=files))
+    return attempt_save(directory, held, tp * sharded, step=step, files=files).results()
 
 
 def attempt_save(
@@ -261,7 +276,7 @@ def attempt_save(
     step: int = 3,
     files: Callable[[int], Mapping[str, bytes]] = lambda rank: {},
     replicas: str = "warn",
-) -> list[Saved]:
+) -> Outcomes:
     """Save what each rank holds; what each rank reported or raised."""
 
     def work(channel: ThreadChannel) -> SaveReport:
@@ -275,7 +290,7 @@ def attempt_save(
 
 def load(directory: AnyPath | Sequence[AnyPath], *layout: int, **options: Any) -> list[LoadReport]:
     """As :func:`attempt`, for loads that no rank may fail in."""
-    return all_right(attempt(directory, *layout, **options))
+    return attempt(directory, *layout, **options).results()
 
 
 def attempt(
@@ -290,7 +305,7 @@ def attempt(
     loader: Loader | None = None,
     in_reads: bool = False,
     **options: Any,
-) -> list[Loaded]:
+) -> Outcomes:
     """Load into zeros on threads; what each rank reported or raised.
 
     Every bit is compared. What a refused load was to fill is still zero unless the error says that it is undefined.
@@ -345,21 +360,6 @@ def flex(
 def open_weights(verify: str = "full", options: ReadOptions = DEFAULT_OPTIONS) -> Loader:
     """The load of open weights."""
     return lambda place, roles, channel: prepare_weights(place, roles, MODEL, channel, options, verify).fill()
-
-
-def all_right(outcomes: list[Any]) -> list[Any]:
-    """The results of ranks of which none may have failed."""
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return outcomes
-
-
-def the_error(outcomes: Sequence[Any], kind: type[FlexError] = FlexError) -> FlexError:
-    """The error that every rank raised alike."""
-    assert isinstance(outcomes[0], kind), outcomes[0]
-    assert {str(outcome) for outcome in outcomes} == {str(outcomes[0])}
-    return outcomes[0]
 
 
 def same_values(one: Roles, other: Roles) -> bool:

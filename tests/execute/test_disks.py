@@ -27,7 +27,6 @@ from tests.execute import simulated, test_ties
 from tests.execute.simulated import (
     ARRAYS,
     MODEL,
-    all_right,
     attempt,
     attempt_save,
     canonical,
@@ -36,7 +35,6 @@ from tests.execute.simulated import (
     live,
     save,
     succeed,
-    the_error,
 )
 from tests.execute.test_ties import EMBEDDING, LM_HEAD
 from verification import simulate_ranks
@@ -264,7 +262,7 @@ def test_an_export_lies_whole_on_the_first_disk(
 def test_a_disk_that_fails_leaves_no_disk_with_a_checkpoint(tmp_path: Path) -> None:
     places = [tmp_path / "disk-0", tmp_path / "disk-1"]
     places[1].write_text("no directory")
-    the_error(attempt_save([place / STEP for place in places], lambda rank: live(ARRAYS, 2, rank)), StorageError)
+    attempt_save([place / STEP for place in places], lambda rank: live(ARRAYS, 2, rank)).error(StorageError)
     assert list(places[0].iterdir()) == []
 
 
@@ -293,7 +291,7 @@ def load_tied(places: list[Path], grid: str, aoa_config: Any = None) -> list[Any
 
 def save_tied(places: list[Path], grid: str) -> None:
     """Save a tied model over a grid, each rank to its place."""
-    all_right(test_ties.save([place / STEP for place in places], grid))
+    test_ties.save([place / STEP for place in places], grid).results()
 
 
 def part(places: list[Path], at: int = 0) -> None:
@@ -311,9 +309,9 @@ def test_a_pipeline_whose_middle_stages_hold_nothing_tied_loads_and_compares_wha
 ) -> None:
     places = [tmp_path / f"disk-{rank % disks}" for rank in range(stages)]
     save_tied(places, f"pp={stages}")
-    all_right(load_tied(places, f"pp={stages}"))
+    load_tied(places, f"pp={stages}").results()
     part(list(dict.fromkeys(places)))
-    error = the_error(load_tied(places, f"pp={stages}"), MismatchError)
+    error = load_tied(places, f"pp={stages}").error(MismatchError)
     assert f"{LM_HEAD} = {EMBEDDING}: model_state/rank-00000" in str(error)
 
 

@@ -55,7 +55,6 @@ from tests.execute.simulated import (
     same_values,
     save,
     succeed,
-    the_error,
 )
 
 ONCE = ReadOptions(replicas="once")
@@ -147,7 +146,7 @@ def test_a_read_that_fails_on_one_rank_fails_on_all_with_its_error(tmp_path: Pat
         roles = live(ARRAYS, 1, channel.rank, empty=True)
         load_checkpoint(checkpoint, roles, MODEL, channel, ReadOptions(replicas=way))
 
-    assert "model_state/rank-00000.safetensors" in str(the_error(job(4, work)))
+    assert "model_state/rank-00000.safetensors" in str(job(4, work).error())
 
 
 def test_a_rank_that_fails_in_the_midst_stops_all_after_the_same_round(
@@ -174,7 +173,7 @@ def test_a_rank_that_fails_in_the_midst_stops_all_after_the_same_round(
     # On the storage of one rank a file is shorter than it was when it was planned.
     outcomes = job(3, lambda channel: read(channel, tmp_path / "half" if channel.rank == 2 else tmp_path))
     (stopped,) = set(exchanges.values())
-    assert "rank 2" in str(the_error(outcomes, Corrupt))
+    assert "rank 2" in str(outcomes.error(Corrupt))
     assert 10 < stopped < whole - 10
 
 
@@ -242,7 +241,7 @@ def test_host_arrays_of_shards_that_a_failed_load_left_incomplete_are_given_back
         opened.extend(slots.values())
         read_redistributed(plan, shared(directory, plan, 2), slots, channel, ONCE, 100)
 
-    the_error(job(2, work), Corrupt)
+    job(2, work).error(Corrupt)
     assert any(slot.done for slot in opened)
     assert all(slot.staged is None for slot in opened)
 
@@ -327,7 +326,7 @@ def test_groups_with_other_numbers_of_rounds_leave_together(saved: Path) -> None
 def test_damage_is_found_also_where_no_rank_has_a_replica(saved: Path, ranks: int, tp: int) -> None:
     flip(saved / "model_state/rank-00000.safetensors", -5)
     options = ReadOptions(replicas="once")
-    the_error(attempt(saved, tp, ranks=ranks, verify="full", options=options), Corrupt)
+    attempt(saved, tp, ranks=ranks, verify="full", options=options).error(Corrupt)
 
 
 def wide(count: int, rows: int) -> list[StoredPart]:
@@ -453,4 +452,4 @@ def test_names_that_no_rank_holds_are_left_out_and_holes_are_refused_on_every_ra
         return job(2, lambda channel: [name for name, _ in gather_parts(held if channel.rank else {}, wanted, channel)])
 
     assert gathered({"a": part("a", 0, 30), "b": part("b", 0, 40)}) == [["a"], ["a"]]
-    assert "a: 0:35" in the_error(gathered({"a": part("a", 0, 35)}), MismatchError).evidence[0]
+    assert "a: 0:35" in gathered({"a": part("a", 0, 35)}).error(MismatchError).evidence[0]

@@ -29,7 +29,6 @@ from tests.execute.simulated import (
     CONFIG,
     MODEL,
     Arrays,
-    all_right,
     attempt,
     attempt_save,
     canonical,
@@ -37,7 +36,6 @@ from tests.execute.simulated import (
     live,
     open_weights,
     succeed,
-    the_error,
 )
 
 INDEX = "model.safetensors.index.json"
@@ -76,7 +74,7 @@ def load(directory: Any, ranks: int = 2, verify: str = "full", expected: Arrays 
 
 def refusal(directory: Path, verify: str = "full") -> FlexError:
     """The error of every rank; it names the file to delete."""
-    error = the_error(load(directory, verify=verify), Corrupt)
+    error = load(directory, verify=verify).error(Corrupt)
     assert f"delete {directory / CHECKSUMS_NAME}" in error.next_step
     return error
 
@@ -94,7 +92,7 @@ def test_an_export_is_byte_equal_for_every_layout_and_writer_and_holds_the_weigh
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: int
 ) -> None:
     swapped = tmp_path / "checkpoint-swapped"
-    all_right(attempt_save(swapped, lambda rank: live(ARRAYS, 2, 1 - rank), files=files_of))
+    attempt_save(swapped, lambda rank: live(ARRAYS, 2, 1 - rank), files=files_of).results()
     sources = [swapped, *(save(tmp_path / f"checkpoint-{tp}{sharded}", tp, sharded) for tp, sharded in LAYOUTS)]
     for number, source in enumerate(sources):
         export_checkpoint(source, tmp_path / f"hf-{number}", bound)
@@ -159,7 +157,7 @@ def test_an_unchanged_export_loads_and_the_job_hashes_each_block_once_under_full
     exported: Path, ranks: int, level: str
 ) -> None:
     sizes = [path.stat().st_size for path in exported.glob("*.safetensors")]
-    reports = all_right(load(exported, ranks, level))
+    reports = load(exported, ranks, level).results()
     assert sum(report.bytes_hashed for report in reports) == (sum(sizes) if level == "full" else 0)
 
 
@@ -209,7 +207,7 @@ def test_tensors_of_one_shape_that_swap_their_names_are_refused(tmp_path: Path) 
 
 def test_a_file_that_is_not_needed_may_be_missing(weights: Path) -> None:
     (weights / "tokenizer.json").unlink()
-    all_right(load(weights))
+    load(weights).results()
 
 
 def by_one_file(directory: Path) -> None:
@@ -242,7 +240,7 @@ def test_weights_that_another_tool_wrote_over_an_export_are_refused_until_the_ch
     written(weights)
     refusal(weights)
     (weights / CHECKSUMS_NAME).unlink()
-    all_right(load(weights, expected={name: array + 1 for name, array in ARRAYS.items()}))
+    load(weights, expected={name: array + 1 for name, array in ARRAYS.items()}).results()
 
 
 # ---- The checksum file itself.
@@ -256,7 +254,7 @@ def test_checksums_of_version_1_are_compared_by_their_blocks(weights: Path) -> N
     document |= {"version": 1, "seal": xxhash.xxh3_128_hexdigest(msgspec.json.encode(document["files"]))}
     (weights / CHECKSUMS_NAME).write_text(json.dumps(document), encoding="utf-8")
     assert read_checksums(weights) == written
-    all_right(load(weights))
+    load(weights).results()
     flip(largest(weights))
     assert DIFFERS in str(refusal(weights))
 
@@ -267,7 +265,7 @@ def test_checksums_of_version_1_are_compared_by_their_blocks(weights: Path) -> N
 )
 def test_a_file_that_is_no_record_of_checksums_is_refused(weights: Path, raw: bytes) -> None:
     (weights / CHECKSUMS_NAME).write_bytes(raw)
-    assert "Delete this file" in the_error(load(weights), FormatError).next_step
+    assert "Delete this file" in load(weights).error(FormatError).next_step
 
 
 def test_ranks_that_see_different_checksums_are_refused(exported: Path, tmp_path: Path) -> None:

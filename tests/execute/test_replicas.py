@@ -18,7 +18,7 @@ from paddleformers_fc.layout.shard_messages import JobShards, decode_shards, enc
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted, whole
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
-from tests.execute.simulated import ARRAYS, Roles, all_right, attempt_save, live, the_error
+from tests.execute.simulated import ARRAYS, Roles, attempt_save, live
 from tests.harness.sampling import thorough
 
 NORM = "model.norm.weight"
@@ -49,7 +49,7 @@ def flip(roles: Roles, name: str) -> None:
 @pytest.mark.parametrize(("ranks", "tp", "sharded"), [(2, 1, 1), (4, 2, 1), (2, 2, 1), (4, 2, 2), (3, 1, 3)])
 @pytest.mark.parametrize("way", ["off", "warn", "refuse"])
 def test_equal_replicas_are_no_matter_for_a_word(tmp_path: Path, ranks: int, tp: int, sharded: int, way: str) -> None:
-    reports = all_right(save(tmp_path, ranks, tp, way, {}, sharded))
+    reports = save(tmp_path, ranks, tp, way, {}, sharded).results()
     assert {report.differences for report in reports} == {()}
     assert b"differing_replicas" not in (tmp_path / "checkpoint-3/flex_checkpoint.json").read_bytes()
 
@@ -67,10 +67,10 @@ def test_one_bit_of_one_replica_is_reported_with_its_ranks_and_recorded_or_refus
     tmp_path: Path, ranks: int, tp: int, odd: list[int], message: str
 ) -> None:
     drift = {rank: [NORM] for rank in odd}
-    assert NORM_LINE + message in str(the_error(save(tmp_path, ranks, tp, "refuse", drift), MismatchError))
+    assert NORM_LINE + message in str(save(tmp_path, ranks, tp, "refuse", drift).error(MismatchError))
     assert list(tmp_path.iterdir()) == []
     for way, found in (("off", ()), ("warn", (NORM_LINE + message,))):
-        reports = all_right(save(tmp_path, ranks, tp, way, drift))
+        reports = save(tmp_path, ranks, tp, way, drift).results()
         assert {report.differences for report in reports} == {found}
         manifest = read_manifest(tmp_path / "checkpoint-3")
         assert manifest.differences == list(found)
@@ -79,7 +79,7 @@ def test_one_bit_of_one_replica_is_reported_with_its_ranks_and_recorded_or_refus
 
 def test_states_and_parts_of_tensors_are_compared_too_and_like_lines_are_folded(tmp_path: Path) -> None:
     names = [f"model.layers.{layer}.mlp.down_proj.weight.moment1_0" for layer in (0, 1)]
-    report, *_ = all_right(save(tmp_path, 4, 2, "warn", {3: names}))
+    report, *_ = save(tmp_path, 4, 2, "warn", {3: names}).results()
     (line,) = report.differences
     assert line.startswith("optimizer_state model.layers.{0...1}.mlp.down_proj.weight.moment1_0 [12:24,0:16]: ")
     assert line.endswith("version 1 on rank 1; version 2 on rank 3")

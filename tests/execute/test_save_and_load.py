@@ -34,7 +34,6 @@ from tests.execute.simulated import (
     HEADS,
     HIDDEN,
     MODEL,
-    all_right,
     attempt,
     attempt_save,
     canonical,
@@ -45,7 +44,6 @@ from tests.execute.simulated import (
     same_values,
     save,
     succeed,
-    the_error,
 )
 from verification.digests import canonical_digests
 
@@ -187,7 +185,7 @@ def test_what_is_replaced_between_check_and_read_is_refused(tmp_path: Path, veri
         (tmp_path / "checkpoint-4" / what).rename(place / what)
         load_checkpoint(checkpoint, live(ARRAYS, 1, 0, empty=True), MODEL, channel)
 
-    error = the_error(job(1, work), Corrupt)
+    error = job(1, work).error(Corrupt)
     assert f"{what or 'flex_checkpoint.json'} was replaced or changed after it was checked" in str(error)
 
 
@@ -218,7 +216,7 @@ def test_a_model_that_does_not_fit_is_refused_on_every_rank_before_a_weight_chan
     save(tmp_path / "checkpoint-3", canonical(layers=layers))
     arrays = {name: array for name, array in ARRAYS.items() if name.startswith(of_the_model)}
     described = ModelDescription({**CONFIG, **config})
-    text = str(the_error(attempt(tmp_path / "checkpoint-3", 2, arrays=arrays, described=described), MismatchError))
+    text = str(attempt(tmp_path / "checkpoint-3", 2, arrays=arrays, described=described).error(MismatchError))
     places = [text.find(line) for line in lines]
     assert -1 < places[0] < places[1], text
 
@@ -273,7 +271,7 @@ def test_statements_that_cut_a_fused_tensor_move_whole_parts_or_are_refused(
     gate, up = (f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up"))
     statements = [f"{fused} -> one, other, {joined}", f"other, one -> {fused}, {joined}"]
     if joined == "axis=1" and (stored, tp) != (1, 1):
-        error = the_error(attempt(tmp_path / "checkpoint-3", tp, statements=statements), MappingError)
+        error = attempt(tmp_path / "checkpoint-3", tp, statements=statements).error(MappingError)
         assert "cut or join fused tensors across the groups" in error.what
         assert error.evidence[0].startswith(f"{fused}: ")
         assert " 2" in error.evidence[0]
@@ -291,7 +289,7 @@ def test_the_states_of_a_tied_parameter_are_saved_under_its_owner(tmp_path: Path
     states = held["optimizer_state"]
     held["optimizer_state"] = {name: state for name, state in states.items() if not name.startswith(owner)}
     tied = ModelDescription({**CONFIG, "tie_word_embeddings": True})
-    all_right(attempt_save(tmp_path / "checkpoint-3", lambda _: held, 1, described=tied))
+    attempt_save(tmp_path / "checkpoint-3", lambda _: held, 1, described=tied).results()
     stored = open_on_all_ranks(tmp_path / "checkpoint-3", ALONE).catalog.roles
     assert owner in stored["model_state"]
     assert f"{owner}.moment1_0" in stored["optimizer_state"]

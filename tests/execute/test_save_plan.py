@@ -28,13 +28,11 @@ from tests.execute.simulated import (
     MODEL,
     Roles,
     ThreadChannel,
-    all_right,
     attempt_save,
     canonical,
     live,
     load,
     succeed,
-    the_error,
 )
 from verification.digests import canonical_digests
 
@@ -103,11 +101,11 @@ def test_files_that_one_rank_alone_cannot_write_are_refused_on_all(
 
     limit = safetensors.MAX_HEADER_BYTES
     monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 5000)
-    error = the_error(attempt_save(tmp_path / "checkpoint-3", stage), FormatError)
+    error = attempt_save(tmp_path / "checkpoint-3", stage).error(FormatError)
     assert f"(on rank {failing})" in error.render()
     assert not any(tmp_path.iterdir())
     monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", limit)
-    all_right(attempt_save(tmp_path / "checkpoint-3", stage))
+    attempt_save(tmp_path / "checkpoint-3", stage).results()
     load(tmp_path / "checkpoint-3", verify="full")
 
 
@@ -231,7 +229,7 @@ def test_a_save_that_is_refused_leaves_nothing_and_raises_the_same_error_on_ever
     tmp_path: Path, why: str
 ) -> None:
     held, options, kind, text = REFUSED[why]
-    error = the_error(attempt_save(tmp_path / "checkpoint-3", held, **options), kind)
+    error = attempt_save(tmp_path / "checkpoint-3", held, **options).error(kind)
     assert text in str(error)
     assert ("is not stored" in str(error)) == ("missing" in why)
     assert not list(tmp_path.iterdir())

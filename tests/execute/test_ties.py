@@ -30,7 +30,7 @@ from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.trainer.resume import Search, require_newest
 from tests.cli.support import run
-from tests.execute.simulated import all_right, job, succeed, the_error
+from tests.execute.simulated import job, succeed
 from verification import simulate_ranks
 
 EMBEDDING, LM_HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
@@ -103,7 +103,7 @@ def load(checkpoint: Path, grid: str = "dp=1") -> list[simulate_ranks.Roles]:
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("way", ["off", "refuse"])
 def test_equal_copies_are_saved_silently_and_loaded(tmp_path: Path, grid: str, way: str) -> None:
-    for report in all_right(save(tmp_path / "checkpoint-3", grid, way=way)):
+    for report in save(tmp_path / "checkpoint-3", grid, way=way).results():
         assert (report.differences, report.diverged_ties) == ((), ())
     assert b"diverged_ties" not in (tmp_path / "checkpoint-3/flex_checkpoint.json").read_bytes()
     (held,) = load(tmp_path / "checkpoint-3")
@@ -124,7 +124,7 @@ def test_equal_copies_are_saved_silently_and_loaded(tmp_path: Path, grid: str, w
 def test_one_bit_of_any_weight_or_state_of_a_copy_is_recorded_under_every_option_and_not_loaded(
     tmp_path: Path, grid: str, role: str, suffix: str
 ) -> None:
-    first, *others = all_right(save(tmp_path / "checkpoint-3", grid, flip(LM_HEAD + suffix, role), "off"))
+    first, *others = save(tmp_path / "checkpoint-3", grid, flip(LM_HEAD + suffix, role), "off").results()
     (tie,) = first.diverged_ties
     (line,) = tie.differences
     assert line.startswith(f"{role} {LM_HEAD}{suffix} on ")
@@ -165,7 +165,7 @@ def test_any_element_is_compared_where_the_stages_share_states_differently(tmp_p
 
 
 def test_a_save_that_is_to_refuse_saves_nothing(tmp_path: Path) -> None:
-    error = the_error(save(tmp_path / "checkpoint-3", "pp=3", flip(LM_HEAD), "refuse"), MismatchError)
+    error = save(tmp_path / "checkpoint-3", "pp=3", flip(LM_HEAD), "refuse").error(MismatchError)
     assert f"model_state {LM_HEAD} on rank 2, {EMBEDDING} on rank 0" in str(error)
     assert list(tmp_path.iterdir()) == []
 
@@ -178,7 +178,7 @@ def test_replicas_of_one_copy_are_a_matter_of_the_option_alone(tmp_path: Path) -
             flip(LM_HEAD)(rank, roles)
             flip(EMBEDDING)(rank, roles)
 
-    for report in all_right(save(tmp_path / "checkpoint-3", "dp=2,pp=2", change)):
+    for report in save(tmp_path / "checkpoint-3", "dp=2,pp=2", change).results():
         assert len(report.differences) == 2
         assert len(report.diverged_ties) == len(lines(tmp_path / "checkpoint-3"))
     with pytest.raises(MismatchError) if lines(tmp_path / "checkpoint-3") else nullcontext():

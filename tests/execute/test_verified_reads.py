@@ -35,7 +35,7 @@ from paddleformers_fc.storage.identities import identities_of, same_bytes_key
 from paddleformers_fc.storage.paths import parse_path
 from paddleformers_fc.storage.remote import RemoteStatus
 from paddleformers_fc.storage.safetensors import read_header
-from tests.execute.simulated import ARRAYS, MODEL, all_right, attempt, flip, job, live, load, save, succeed, the_error
+from tests.execute.simulated import ARRAYS, MODEL, attempt, flip, job, live, load, save, succeed
 from tests.harness.sealing import reseal
 
 ROLE, FILE, BLOCK = "model_state", "numbers", 400
@@ -171,7 +171,7 @@ def test_a_flipped_bit_of_any_block_that_is_read_is_reported_on_every_rank_with_
         # The last byte of a block: in some kinds one that no rank wants.
         at = min((number + 1) * BLOCK, NUMBERS.nbytes) - 1
         flip(root / FILE, at)
-        error = the_error(job(len(reads), read(root, reads, once)), Corrupt)
+        error = job(len(reads), read(root, reads, once)).error(Corrupt)
         flip(root / FILE, at)
         assert error.evidence[0].startswith(f"{FILE} does not match its checksum in 1 of 6 blocks: block {number} ")
         assert "tensors that were being filled are undefined" in error.what
@@ -183,7 +183,7 @@ def test_a_flipped_bit_of_any_block_that_is_read_is_reported_on_every_rank_with_
 def test_faults_of_several_blocks_and_ranks_come_in_one_report(root: Path) -> None:
     for number in (1, 2, 5):
         flip(root / FILE, number * BLOCK + 7)
-    error = the_error(job(2, read(root, READS["rows of two ranks that share a block"])))
+    error = job(2, read(root, READS["rows of two ranks that share a block"])).error()
     assert all(f"block {number} (from byte {number * BLOCK})" in " ".join(error.evidence) for number in (1, 2, 5))
 
 
@@ -247,7 +247,7 @@ def test_damage_explains_a_number_that_cannot_be_cast(root: Path) -> None:
     (error,) = job(1, plain)
     assert isinstance(error, FlexError)
     assert not isinstance(error, Corrupt)
-    assert "block 0 (from byte 0)" in the_error(job(1, verified), Corrupt).evidence[0]
+    assert "block 0 (from byte 0)" in job(1, verified).error(Corrupt).evidence[0]
 
 
 # ---- Checkpoints under ``flex_verify: full``: headers and documents first, and tensors while they are filled.
@@ -282,7 +282,7 @@ def flip_end_of(path: Path, name: str) -> int:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_byte_that_is_read_is_refused_by_file_and_block_on_every_rank(checkpoint: Path, ranks: int) -> None:
     at = flip_end_of(checkpoint / WEIGHTS, NAME)
-    (line,) = the_error(attempt_full(checkpoint, ranks), Corrupt).evidence
+    (line,) = attempt_full(checkpoint, ranks).error(Corrupt).evidence
     assert f"{WEIGHTS} does not match its checksum in 1 of" in line
     assert f"block {at // BLOCK_BYTES} (from byte {at // BLOCK_BYTES * BLOCK_BYTES})" in line
     assert ("found by rank 0" in line) == (ranks > 1)
@@ -291,7 +291,7 @@ def test_a_byte_that_is_read_is_refused_by_file_and_block_on_every_rank(checkpoi
 @pytest.mark.parametrize("name", ["mapping.json", "config.json", INDEX_NAME])
 def test_a_byte_of_a_document_is_refused_on_every_rank(checkpoint: Path, name: str) -> None:
     flip(checkpoint / name, 10)
-    assert f"{name} does not match its checksum" in str(the_error(attempt_full(checkpoint, 2), Corrupt))
+    assert f"{name} does not match its checksum" in str(attempt_full(checkpoint, 2).error(Corrupt))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -305,12 +305,12 @@ def test_a_byte_of_a_header_is_refused_before_any_tensor_changes(checkpoint: Pat
         assert STATES in str(outcome)
         assert "are undefined" not in str(outcome)
     # No rank opens a file that it does not read.
-    all_right(attempt_full(checkpoint, ranks, "model_state"))
+    attempt_full(checkpoint, ranks, "model_state").results()
 
 
 def test_a_byte_that_no_rank_reads_does_not_matter_to_a_load_and_is_found_by_a_check_of_all(checkpoint: Path) -> None:
     flip_end_of(checkpoint / "optimizer_state/rank-00000.safetensors", f"{NAME}.moment1_0")
-    all_right(attempt_full(checkpoint, 2, "model_state"))
+    attempt_full(checkpoint, 2, "model_state").results()
     with pytest.raises(Corrupt, match="optimizer_state/rank-00000"):
         open_flex(checkpoint, "full")
 
@@ -341,7 +341,7 @@ def test_a_load_under_full_whose_reads_the_system_refuses_is_refused_on_every_ra
         return original(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", refuse)
-    assert unread in str(the_error(attempt(checkpoint, ranks=ranks, verify="full", in_reads=True), StorageError))
+    assert unread in str(attempt(checkpoint, ranks=ranks, verify="full", in_reads=True).error(StorageError))
 
 
 def test_every_rank_hashes_its_share_and_no_block_is_hashed_twice_or_without_a_full_check(checkpoint: Path) -> None:
@@ -374,4 +374,4 @@ def test_open_weights_that_are_replaced_after_they_were_opened_are_refused(check
         roles = {"model_state": live(ARRAYS, 1, channel.rank, empty=True)["model_state"]}
         return prepare_weights(checkpoint.parent / "hf", roles, MODEL, channel).fill()
 
-    assert "was replaced or changed after it was checked" in str(the_error(job(ranks, work), Corrupt))
+    assert "was replaced or changed after it was checked" in str(job(ranks, work).error(Corrupt))
