@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.harness.tiny import MatrixLayout, layout_from
+from tests.harness.tiny import SINGLE, MatrixLayout, layout_from
 from verification.forkserver import ForkServer
 
 _JOB = f"{__name__}:call_body"
@@ -37,12 +37,11 @@ def on_ranks(
     """Decorate a test so that its body runs on ``count`` forked ranks, or on those of a layout.
 
     Args:
-        count: number of ranks; by default that of the layout.
+        count: number of ranks; by default that of the layout, also of a parameter or fixture named ``layout``.
         layout: passed to the body as ``layout`` if it has such a parameter.
         server: the fixture that starts the ranks: ``ranks``, ``patient_ranks`` or ``bare_ranks``.
     """
     given = {} if layout is None else {"layout": layout}
-    number = count or (layout.nproc if layout else 1)
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         parameters = inspect.signature(body).parameters
@@ -50,6 +49,7 @@ def on_ranks(
 
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
+            number = count or (layout or arguments.get("layout") or SINGLE).nproc
             run_on_ranks(arguments.pop(server), number, body, **fixed, **arguments)
 
         own = [parameter for name, parameter in parameters.items() if name not in fixed]

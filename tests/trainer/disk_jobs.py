@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from tests.crash.net import Net, Operation, cast
+import pytest
+
+from tests.crash.net import Gate, Net, Operation, cast
 from tests.trainer import jobs
 
 
@@ -46,18 +50,22 @@ def resume_by_itself(places: list[str], **settings: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class RefuseSync:
-    """A broken device: files whose paths contain ``part`` cannot be synced."""
+class Refuse(Gate):
+    """A file system that refuses an operation on files whose paths contain ``part``."""
 
+    kind: str
     part: str
+    number: int
 
     def before(self, operation: Operation) -> None:
         """Refuse if it is one of these."""
-        if operation.kind == "sync" and self.part in operation.path:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), operation.path)
+        if operation.kind == self.kind and self.part in operation.path:
+            raise OSError(self.number, os.strerror(self.number), operation.path)
 
-    def after(self, operation: Operation) -> None:
-        """Nothing."""
+
+def refusing(kind: str, part: str, number: int) -> AbstractContextManager[Net]:
+    """Context manager in which the system refuses an operation of a kind with an error number."""
+    return cast(Net(Refuse(kind, part, number)))
 
 
 def train_and_fail_a_sync(places: list[str], victim: int, part: str, **settings: Any) -> dict[str, Any]:
@@ -65,15 +73,12 @@ def train_and_fail_a_sync(places: list[str], victim: int, part: str, **settings:
     from paddleformers_fc.errors import FlexError
 
     go_to(places)
-    error: FlexError | None = None
     is_victim = int(os.environ["PADDLE_TRAINER_ID"]) == victim
-    with cast(Net(RefuseSync(part))) if is_victim else contextlib.nullcontext():
-        try:
-            jobs.flex_trainer(**settings).train()
-        except FlexError as raised:
-            error = raised
+    with refusing("sync", part, errno.EIO) if is_victim else contextlib.nullcontext():
+        with pytest.raises(FlexError) as caught:
+            jobs.trained(**settings)
     left = sorted(name for name in os.listdir("out") if "checkpoint" in name)
-    return {"error": type(error).__name__, "text": "" if error is None else error.render(), "left": left}
+    return {"error": caught.type.__name__, "text": caught.value.render(), "left": left}
 
 
 def draw_after_resume(places: list[str], resume: str | None = None, **settings: Any) -> list[float]:
@@ -81,24 +86,17 @@ def draw_after_resume(places: list[str], resume: str | None = None, **settings: 
     import paddle
 
     go_to(places)
-    trainer = jobs.flex_trainer(**settings)
-    trainer.train(resume_from_checkpoint=resume)
+    jobs.trained(resume=resume, **settings)
     drawn: list[float] = paddle.rand([2]).tolist()
     return drawn
 
 
-def run_and_lose_a_disk(places: list[str], **settings: Any) -> dict[str, Any]:
+def run_and_lose_a_disk(places: list[str], **settings: Any) -> None:
     """Train; the second rank's local tier is removed after the fourth step."""
-    import shutil
 
-    from paddleformers.trainer import TrainerCallback
-
-    class Lose(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 4 and os.environ["PADDLE_TRAINER_ID"] == "1":
-                shutil.rmtree("local")
+    def lose(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == 4 and args.process_index == 1:
+            shutil.rmtree("local")
 
     go_to(places)
-    trainer = jobs.flex_trainer(**settings, callbacks=[Lose()])
-    trainer.train()
-    return jobs.outcome(trainer)
+    jobs.trained(**settings, callbacks=[jobs.callback(on_step_begin=lose)])

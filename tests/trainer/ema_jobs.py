@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.harness import tiny
-from tests.trainer.jobs import failing, few_samples, flex_trainer
-from tests.trainer.lora_jobs import trainer_of
+from tests.trainer.jobs import callback, failing, few_samples, flex_trainer
 
 EVALUATED = {"evaluation_strategy": "steps", "eval_steps": 1, "do_eval": True}
 
@@ -39,70 +38,18 @@ def bits(trainer: Any) -> str:
     return digest.hexdigest()
 
 
-def swap(export: str, after: int = 1, adapters: bool = False, **settings: Any) -> dict[str, Any]:
-    """Train, and evaluate the averaged weights in a block that ends with an error.
-
-    Args:
-        export: where the averaged weights are exported.
-        after: a second training of as many steps follows.
-        adapters: whether adapters are trained.
-    """
-    from paddleformers_fc import averaged_weights, save_ema
-    from paddleformers_fc.errors import OptionError
-
-    trainer = trainer_of(**settings) if adapters else flex_trainer(**settings)
-    found: dict[str, Any] = {}
-    from paddleformers.trainer import TrainerCallback
-
-    class Swap(TrainerCallback):
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            found["before"], found["own"] = bits(trainer), digest_of(trainer)
-            with contextlib.suppress(ZeroDivisionError), averaged_weights(trainer):
-                found["inside"], found["averaged"] = bits(trainer), digest_of(trainer)
-                trainer.evaluate(few_samples())
-                try:
-                    trainer._save_checkpoint(trainer.model)
-                except OptionError as error:
-                    found["refused"] = error.what
-                raise ZeroDivisionError
-            found["after"] = bits(trainer)
-            save_ema(trainer, export)
-
-    trainer.add_callback(Swap())
-    trainer.train()
-    return {**found, "losses": trainer.losses}
-
-
 def swap_between_steps(**settings: Any) -> list[float]:
     """Train with an evaluation of the averaged weights in every pass, while saves of the step before are under way."""
-    from paddleformers.trainer import TrainerCallback
-
     from paddleformers_fc import averaged_weights
 
-    class Swap(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step:
-                with averaged_weights(trainer):
-                    trainer.evaluate()
+    def evaluate(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step:
+            with averaged_weights(trainer):
+                trainer.evaluate()
 
-    trainer = flex_trainer(**settings, callbacks=[Swap()], eval_dataset=few_samples())
+    trainer = flex_trainer(**settings, callbacks=[callback(on_step_begin=evaluate)], eval_dataset=few_samples())
     trainer.train()
     return list(trainer.losses)
-
-
-def resumed_from_average(resume: str, **settings: Any) -> str:
-    """Resume with ``sharded_model_from_ema``; the digest of the weights before the first step."""
-    from paddleformers.trainer import TrainerCallback
-
-    found: list[str] = []
-
-    class Look(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            found.append(digest_of(trainer))
-
-    trainer = flex_trainer(**settings, callbacks=[Look()])
-    trainer.train(resume_from_checkpoint=resume)
-    return found[0]
 
 
 def evaluated(
@@ -114,27 +61,24 @@ def evaluated(
         fail: whether an evaluation of the averaged weights fails in the middle of a pass before every later step;
             returns whether the weights are then those of before.
     """
-    from paddleformers.trainer import TrainerCallback
-
     from paddleformers_fc import averaged_weights
 
     losses: list[float] = []
     restored: list[bool] = []
 
-    class Evaluate(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if fail and state.global_step:
-                before = bits(trainer)
-                layer = trainer.model.model.layers[2].mlp.down_proj
-                with contextlib.suppress(ZeroDivisionError), averaged_weights(trainer), failing(layer):
-                    trainer.evaluate()
-                restored.append(bits(trainer) == before)
+    def evaluate_and_fail(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if fail and state.global_step:
+            before = bits(trainer)
+            layer = trainer.model.model.layers[2].mlp.down_proj
+            with contextlib.suppress(ZeroDivisionError), averaged_weights(trainer), failing(layer):
+                trainer.evaluate()
+            restored.append(bits(trainer) == before)
 
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-            losses.append(float(metrics["eval_loss"]))
+    def note(*_: Any, metrics: Any = None, **__: Any) -> None:
+        losses.append(float(metrics["eval_loss"]))
 
-    given = {**EVALUATED, **arguments}
-    trainer = flex_trainer(layout, output_dir, given, eval_dataset=tiny.Samples(), callbacks=[Evaluate()])
+    given = {"eval_dataset": tiny.Samples(), "callbacks": [callback(on_step_begin=evaluate_and_fail, on_evaluate=note)]}
+    trainer = flex_trainer(layout, output_dir, {**EVALUATED, **arguments}, **given)
     trainer.train()
     trainer.save_model(f"{output_dir}/exported")
     return {"losses": trainer.losses, "evaluated": losses, "restored": restored}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tests.harness import tiny
 
 
 def flex_trainer(
-    layout: Mapping[str, Any],
-    output_dir: str,
+    layout: tiny.MatrixLayout | Mapping[str, Any],
+    output_dir: str | Path,
     arguments: Mapping[str, Any] | None = None,
     model_type: str = "llama",
     model: Mapping[str, Any] | None = None,
@@ -22,8 +23,28 @@ def flex_trainer(
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
 
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **(arguments or {})}
-    args = tiny.training_arguments(layout, output_dir, **settings)
+    args = tiny.training_arguments(layout, str(output_dir), **settings)
     return tiny.trainer(tiny.build(model_type, layout, args, **(model or {})), args, **{"cls": FlexTrainer, **trainer})
+
+
+def trained(*settings: Any, resume: Any = None, **others: Any) -> Any:
+    """A :func:`flex_trainer` that has trained, from the checkpoint ``resume`` or from the beginning."""
+    trainer = flex_trainer(*settings, **others)
+    trainer.train(resume_from_checkpoint=resume if resume is None or isinstance(resume, bool) else str(resume))
+    return trainer
+
+
+def callback(**events: Callable[..., object]) -> Any:
+    """A ``FlexCheckpointCallback`` that calls a function at each of these events, with the event's arguments."""
+    from paddleformers_fc import FlexCheckpointCallback
+
+    def method(act: Callable[..., object]) -> Callable[..., None]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> None:
+            act(*args, **kwargs)
+
+        return call
+
+    return type("Calls", (FlexCheckpointCallback,), {name: method(act) for name, act in events.items()})()
 
 
 def run(resume: str | bool | None = None, segment: int | None = None, **settings: Any) -> dict[str, Any]:
@@ -41,14 +62,14 @@ def run(resume: str | bool | None = None, segment: int | None = None, **settings
     return outcome(trainer)
 
 
-def train_and_resume(output_dir: str, steps: Sequence[int], **settings: Any) -> list[dict[str, Any]]:
+def train_and_resume(output_dir: Path | str, steps: Sequence[int], **settings: Any) -> list[dict[str, Any]]:
     """Train in ``whole``, and in this process again from its checkpoint of each step; the outcomes of all trainings."""
-    found = []
-    for name, step in (("whole", None), *((f"from-{step}", step) for step in steps)):
-        trainer = flex_trainer(output_dir=f"{output_dir}/{name}", **settings)
-        trainer.train(resume_from_checkpoint=None if step is None else f"{output_dir}/whole/checkpoint-{step}")
-        found.append(outcome(trainer))
-    return found
+    resumed = {f"from-{step}": f"{output_dir}/whole/checkpoint-{step}" for step in steps}
+    places: dict[str, str | None] = {"whole": None, **resumed}
+    return [
+        outcome(trained(output_dir=f"{output_dir}/{name}", resume=source, **settings))
+        for name, source in places.items()
+    ]
 
 
 @contextlib.contextmanager
@@ -134,8 +155,7 @@ def run_past_a_layer(resume: str | None = None, **settings: Any) -> dict[str, An
 
 def resume_and_save_again(resume: str, **settings: Any) -> None:
     """Load a checkpoint and, without a step of training, save it under this layout."""
-    trainer = flex_trainer(**settings)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer = trained(resume=resume, **settings)
     trainer._save_checkpoint(trainer.model)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import paddleformers_fc
 from paddleformers_fc.errors import CheckpointError
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, manifest_seal
 from tests.cli.support import alter, seal
+from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import DP2
-from tests.trainer.test_disks import disks, run as run_on_disks
+from tests.trainer.jobs import refused
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
 from verification.forkserver import ForkServer
 
@@ -37,36 +38,6 @@ def third(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output_dir = tmp_path_factory.mktemp("dp2")
     ranks.run(f"{JOBS}:run", 2, settings(DP2, output_dir, max_steps=3, save_steps=3))
     return output_dir / "checkpoint-3"
-
-
-def the_one_refusal(values: Any) -> str:
-    """The text of the error that every rank raised with its weights unchanged."""
-    assert values[0] == values[1]
-    assert values[0]["error"] == "Corrupt"
-    assert not values[0]["changed"]
-    return str(values[0]["text"])
-
-
-@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "trainer/state.json"])
-def test_an_altered_document_is_refused_on_every_rank_without_verification(
-    ranks: ForkServer, third: Path, tmp_path: Path, name: str
-) -> None:
-    broken = tmp_path / "checkpoint-3"
-    shutil.copytree(third, broken)
-    alter(broken / name)
-    given = settings(DP2, tmp_path / "out", broken, **SIX_STEPS, flex_verify="off")
-    text = the_one_refusal(ranks.run(f"{JOBS}:refused", 2, given).values)
-    assert re.search(rf"{name} does not match its checksum", text)
-
-
-def test_all_altered_documents_come_in_one_error_under_size(ranks: ForkServer, third: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "checkpoint-3"
-    shutil.copytree(third, broken)
-    for name in DOCUMENTS:
-        alter(broken / name)
-    given = settings(DP2, tmp_path / "out", broken, **SIX_STEPS)
-    text = the_one_refusal(ranks.run(f"{JOBS}:refused", 2, given).values)
-    assert [name for name in DOCUMENTS if name not in text] == []
 
 
 def edited(checkpoint: Path, name: str, **values: Any) -> Path:
@@ -100,7 +71,8 @@ def test_files_that_contradict_each_other_fail_verification_and_a_conversion(
     third: Path, tmp_path: Path, name: str, values: dict[str, Any], evidence: str
 ) -> None:
     broken = edited(Path(shutil.copytree(third, tmp_path / "checkpoint-3")), name, **values)
-    for work in (lambda: paddleformers_fc.open(broken).verify(), lambda: convert(broken, tmp_path / "converted")):
+    opened = paddleformers_fc.open
+    for work in (lambda: opened(broken).verify(), lambda: opened(broken).convert(tmp_path / "converted")):
         with pytest.raises(CheckpointError) as raised:
             work()
         assert any(line.startswith(evidence) for line in raised.value.evidence), raised.value.render()
@@ -108,42 +80,33 @@ def test_files_that_contradict_each_other_fail_verification_and_a_conversion(
     assert not (tmp_path / "converted").exists()
 
 
-def convert(source: Path, target: Path) -> None:
-    paddleformers_fc.open(source).convert(target)
+def refuse(cases: list[list[str]], output_dir: Path) -> None:
+    for checkpoint, level, error, *evidence in cases:
+        arguments = {**SIX_STEPS, "flex_verify": level}
+        found = refused(checkpoint, layout=DP2, output_dir=output_dir, arguments=arguments)
+        assert (found["error"], found["changed"]) == (error, False)
+        assert [text for text in evidence if text not in found["text"]] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "error", "evidence"),
-    [
-        pytest.param("trainer/state.json", {"global_step": 5}, "Corrupt", "has step 5", marks=pytest.mark.chosen),
+def test_altered_documents_are_refused_on_every_rank_at_every_level(
+    ranks: ForkServer, third: Path, tmp_path: Path
+) -> None:
+    numbers = itertools.count()
+
+    def copy() -> Path:
+        return Path(shutil.copytree(third, tmp_path / str(next(numbers)) / "checkpoint-3"))
+
+    cases, all_altered = [], copy()
+    for name in DOCUMENTS:
+        alter(all_altered / name)
+        one_altered = copy()
+        alter(one_altered / name)
+        cases.append([str(one_altered), "off", "Corrupt", f"{name} does not match its checksum"])
+    cases.append([str(all_altered), "size", "Corrupt", *DOCUMENTS])
+    for name, values, error, evidence in (
+        ("trainer/state.json", {"global_step": 5}, "Corrupt", "has step 5"),
         ("trainer/rng-00001.json", {"world_size": 4}, "Corrupt", "has number of ranks 4"),
-        pytest.param(
-            *("trainer/scheduler.json", {"last_epoch": "3"}, "FormatError", "last_epoch: str in place of int"),
-            marks=pytest.mark.chosen,
-        ),
-    ],
-)
-def test_a_document_that_contradicts_the_manifest_or_the_run_is_refused_on_every_rank(
-    ranks: ForkServer, third: Path, tmp_path: Path, name: str, values: dict[str, Any], error: str, evidence: str
-) -> None:
-    broken = edited(Path(shutil.copytree(third, tmp_path / "checkpoint-3")), name, **values)
-    given = settings(DP2, tmp_path / "out", broken, **SIX_STEPS, flex_verify="off")
-    first, second = ranks.run(f"{JOBS}:refused", 2, given).values
-    assert first == second
-    assert (first["error"], first["changed"]) == (error, False)
-    assert name in first["text"]
-    assert evidence in first["text"]
-
-
-@pytest.mark.parametrize(
-    ("name", "disk", "places", "level"),
-    [("trainer/rng-00001.json", 1, (1, 0), "off"), ("config.json", 1, (0, 1), "size")],
-)
-def test_an_altered_document_on_the_disk_of_another_host_is_refused(
-    ranks: ForkServer, tmp_path: Path, name: str, disk: int, places: tuple[int, int], level: str
-) -> None:
-    run_on_disks(ranks, "run", DP2, disks(tmp_path, 0, 1), max_steps=3, save_steps=3)
-    alter(tmp_path / f"disk-{disk}/out/checkpoint-3" / name)
-    given = {**SIX_STEPS, "flex_verify": level}
-    result = run_on_disks(ranks, "refused", DP2, disks(tmp_path, *places), "out/checkpoint-3", **given)
-    assert re.search(rf"{name} does not match its checksum", the_one_refusal(result.values))
+        ("trainer/scheduler.json", {"last_epoch": "3"}, "FormatError", "last_epoch: str in place of int"),
+    ):
+        cases.append([str(edited(copy(), name, **values)), "off", error, name, evidence])
+    run_on_ranks(ranks, 2, refuse, cases=cases, output_dir=tmp_path / "out")

@@ -76,9 +76,7 @@ def test_the_loader_of_a_user_is_resumed_in_the_order_of_its_epoch(kind: str, wo
 
 @WORKERS
 @pytest.mark.parametrize("kind", SAMPLERS)
-def test_an_epoch_that_a_resumed_run_begins_is_shuffled_by_the_saved_generators(
-    kind: str, workers: int, persistent: bool
-) -> None:
+def test_an_epoch_that_begins_is_shuffled_by_the_saved_generators(kind: str, workers: int, persistent: bool) -> None:
     uninterrupted = loader_of(kind, workers, persistent)
     for _ in range(2):
         indices_of(uninterrupted)

@@ -15,77 +15,48 @@ from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.families.changes import Change
 from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.position import changes_text, check_same_samples
-from tests.harness.on_ranks import run_on_ranks
-from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, TP2, MatrixLayout
-from tests.trainer.jobs import frozen_trainer, logged
+from tests.harness.on_ranks import on_ranks
+from tests.harness.tiny import DP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, MatrixLayout
+from tests.trainer.jobs import frozen_trainer, logged, refused, trained
 from verification.digests import canonical_digests
-from verification.forkserver import ForkServer
 
-JOBS = "tests.trainer.jobs"
+TWO = {"max_steps": 2, "save_steps": 2}
 DIFFERS = "This run differs from the one that saved step"
 
 
-def settings(layout: MatrixLayout, output_dir: Path, resume: Path | None = None, **others: Any) -> dict[str, Any]:
-    found = {"layout": layout.to_json(), "output_dir": str(output_dir), **others}
-    return found if resume is None else {**found, "resume": str(resume)}
-
-
-def save_two(ranks: ForkServer, output_dir: Path, layout: MatrixLayout, **others: Any) -> Path:
-    arguments = {"max_steps": 2, "save_steps": 2, **others.pop("arguments", {})}
-    ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, output_dir, arguments=arguments, **others))
-    return output_dir / "checkpoint-2"
-
-
-@pytest.fixture(scope="module")
-def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_two(ranks, tmp_path_factory.mktemp("single"), SINGLE)
+def resumed(layout: MatrixLayout, directory: Path, model: dict[str, Any] | None = None, **arguments: Any) -> str:
+    """The log of a run in ``now`` that resumes the checkpoint of the one in ``saved``."""
+    with logged() as lines:
+        trained(layout, directory / "now", {**TWO, **arguments}, model=model, resume=directory / "saved/checkpoint-2")
+    return COLOUR.sub("", "\n\n".join(lines))
 
 
 def table(log: str) -> dict[str, tuple[str, str]]:
     """The rows of the warning in a log, by key."""
-    lines = COLOUR.sub("", log).partition(DIFFERS)[2].splitlines()[2:]
+    lines = log.partition(DIFFERS)[2].splitlines()[2:]
     rows = (re.split("  +", line.strip()) for line in itertools.takewhile(lambda line: line.startswith("  "), lines))
     return {key: (saved, now) for key, saved, now in rows}
 
 
-def test_what_changes_the_meaning_of_weights_is_refused_on_every_rank(
-    ranks: ForkServer, saved: Path, tmp_path: Path
-) -> None:
+# Layouts alone are no change: test_ema.py.
+@on_ranks(layout=DP2)
+def test_what_changes_the_meaning_of_weights_is_refused_or_in_the_table(tmp_path: Path) -> None:
+    is_first = trained(DP2, tmp_path / "saved", TWO).args.process_index == 0
     for starts_anew in (False, True):
-        arguments = {"max_steps": 3, "ignore_load_lr_and_optim": starts_anew}
-        given = settings(PP2, tmp_path, saved, model={"hidden_act": "gelu"}, arguments=arguments)
-        for found in ranks.run(f"{JOBS}:refused", 2, given).values:
-            assert found["error"] == "MismatchError"
-            assert "flex_allow_config_changes: [hidden_act]" in found["text"]
-            assert not found["changed"]
+        new = {"ignore_load_lr_and_optim": starts_anew}
+        given = {"layout": DP2, "output_dir": tmp_path / "refused", "arguments": {**TWO, **new}}
+        found = refused(str(tmp_path / "saved/checkpoint-2"), **given, model={"hidden_act": "gelu"})
+        assert (found["error"], found["changed"]) == ("MismatchError", False)
+        assert "flex_allow_config_changes: [hidden_act]" in found["text"]
+        model = {"rope_theta": 20000.0, "attention_dropout": 0.1}
+        log = resumed(DP2, tmp_path, model, flex_allow_config_changes=["rope_theta"], **new)
+        rows = {"rope_theta": ("10000.0", "20000.0"), "attention_dropout": ("0.0", "0.1")}
+        assert (table(log), log.count(DIFFERS)) == ((rows, 1) if is_first else ({}, 0))
 
 
-@pytest.mark.parametrize("continued", [True, False], ids=["resumed", "weights"])
-def test_a_change_that_is_allowed_is_in_the_table(
-    ranks: ForkServer, saved: Path, tmp_path: Path, continued: bool
-) -> None:
-    arguments = {
-        "max_steps": 2,
-        "ignore_load_lr_and_optim": not continued,
-        "flex_allow_config_changes": ["rope_theta"],
-    }
-    model = {"rope_theta": 20000.0, "attention_dropout": 0.1}
-    given = settings(DP2, tmp_path, saved, model=model, arguments=arguments)
-    logs = [log.read_text() for log in ranks.run(f"{JOBS}:run", 2, given).logs]
-    assert table(logs[0]) == {"rope_theta": ("10000.0", "20000.0"), "attention_dropout": ("0.0", "0.1")}
-    assert [log.count(DIFFERS) for log in logs] == [1, 0]
-
-
-# A Llama in every layout: test_ema.py.
-@pytest.mark.slow
-def test_another_layout_alone_is_no_change(ranks: ForkServer, tmp_path: Path) -> None:
-    third = save_two(ranks, tmp_path / "saved", DP2, model_type="ernie4_5_moe")
-    for layout in (EP2, TP2, PP2, SINGLE):
-        given = settings(layout, tmp_path / layout.name, third, model_type="ernie4_5_moe", arguments={"max_steps": 2})
-        assert DIFFERS not in ranks.run(f"{JOBS}:run", layout.nproc, given).logs[0].read_text(), layout.name
-
-
-def test_changed_arguments_of_a_run_are_one_table(ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
+@on_ranks(layout=SINGLE)
+def test_changed_arguments_of_a_run_are_one_table(tmp_path: Path) -> None:
+    trained(SINGLE, tmp_path / "saved", TWO)
     changed = {
         "adam_beta1": (0.9, 0.8),
         "adam_beta2": (0.999, 0.95),
@@ -99,23 +70,18 @@ def test_changed_arguments_of_a_run_are_one_table(ranks: ForkServer, saved: Path
         "max_steps": (2, 4),
         "per_device_train_batch_size": (8, 4),
     }
-    arguments = {name: now for name, (_, now) in changed.items()}
-    log = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, saved, arguments=arguments)).logs[0].read_text()
+    log = resumed(SINGLE, tmp_path, **{name: now for name, (_, now) in changed.items()})
     expected = {name: (str(was), str(now)) for name, (was, now) in changed.items()}
     assert table(log) == {**expected, "samples per step": ("8", "4")}
     assert log.count(DIFFERS) == 1
     assert "number of samples per step has changed" in log
-
-
-def test_another_seed_and_corpus_are_reported_and_the_rate_of_the_first_step_is_that_of_the_new_schedule(
-    ranks: ForkServer, saved: Path, tmp_path: Path
-) -> None:
-    arguments = {"max_steps": 3, "save_steps": 3, "learning_rate": 0.0, "seed": 43, "ignore_data_skip": True}
-    log = ranks.run(f"{JOBS}:run", 1, settings(SINGLE, tmp_path, saved, arguments=arguments)).logs[0].read_text()
+    # The rate of the first step is that of the new schedule.
+    corpus = {"seed": 43, "ignore_data_skip": True}
+    log = resumed(SINGLE, tmp_path, max_steps=3, save_steps=3, learning_rate=0.0, **corpus)
     assert table(log) == {"seed": ("42", "43"), "max_steps": ("2", "3"), "learning_rate": ("0.01", "0.0")}
     before, after = (
-        {one.name: one.md5 for one in canonical_digests(directory) if one.role == "model_state"}
-        for directory in (saved, tmp_path / "checkpoint-3")
+        {one.name: one.md5 for one in canonical_digests(tmp_path / directory) if one.role == "model_state"}
+        for directory in ("saved/checkpoint-2", "now/checkpoint-3")
     )
     assert before == after
 
@@ -144,63 +110,46 @@ UNPACKED = {**PACKED, "packing": False}
             {"random_shuffle": False},
             "random_shuffle was true and is false, which orders the data differently",
         ),
+        (UNPACKED, {"max_seq_len": 128}, ""),
+        ({**PACKED, "random_shuffle": False}, {"seed": 24}, ""),
+        (PACKED, {"train_dataset_path": "elsewhere"}, ""),
+        ({**PACKED, "dataset_type": "pretrain"}, {"max_seq_len": 128}, ""),
+        ({"seed": 23}, {"seed": 24}, ""),
     ],
 )
-def test_settings_that_make_other_samples_of_the_data_are_refused(
+def test_only_settings_that_make_other_samples_are_refused(
     saved: dict[str, Any], now: dict[str, Any], fault: str
 ) -> None:
+    check_same_samples({}, {**saved, **now}, "out/checkpoint-3")
+    if not fault:
+        check_same_samples(saved, {**saved, **now}, "out/checkpoint-3")
+        return
     with pytest.raises(OptionError) as caught:
         check_same_samples(saved, {**saved, **now}, "out/checkpoint-3")
     assert caught.value.evidence == (fault,)
     assert "ignore_data_skip: true" in caught.value.next_step
 
 
-@pytest.mark.parametrize(
-    ("saved", "now"),
-    [
-        (UNPACKED, {"max_seq_len": 128}),
-        ({**PACKED, "random_shuffle": False}, {"seed": 24}),
-        (PACKED, {"train_dataset_path": "elsewhere"}),
-        ({**PACKED, "dataset_type": "pretrain"}, {"max_seq_len": 128}),
-        ({"seed": 23}, {"seed": 24}),
-    ],
-)
-def test_settings_that_may_keep_the_samples_are_not_refused(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    check_same_samples(saved, {**saved, **now}, "out/checkpoint-3")
-    check_same_samples({}, {**saved, **now}, "out/checkpoint-3")
-
-
-FREEZABLE = "model.layers.1.mlp.down_proj.weight"
-
-
-def train_frozen_and_unfrozen(layout: MatrixLayout, output_dir: Path) -> None:
-    warning = "1 trained parameter has no optimizer states"
-
-    def train(name: str, frozen: list[str], resume: str | None, steps: int) -> list[str]:
-        arguments = {"max_steps": steps, "save_steps": steps}
-        trainer = frozen_trainer(
-            frozen, layout=layout.to_json(), output_dir=str(output_dir / name), arguments=arguments
-        )
-        with logged() as lines:
-            trainer.train(resume_from_checkpoint=None if resume is None else str(output_dir / resume))
-        return lines
-
-    train("frozen", [FREEZABLE], None, 2)
-    same = train("same", [FREEZABLE], "frozen/checkpoint-2", 3)
-    assert not any(warning in line for line in same)
-    unfrozen = train("unfrozen", [], "frozen/checkpoint-2", 3)
-    said = [line for line in unfrozen if warning in line]
-    assert len(said) == (int(os.environ["PADDLE_TRAINER_ID"]) == 0)
-    assert all(f"  - {FREEZABLE}" in line for line in said)
-    with pytest.raises(FlexError, match=FREEZABLE):
-        train("again", [FREEZABLE], "unfrozen/checkpoint-3", 4)
-
-
 @pytest.mark.parametrize("layout", [SD2V2, PP2, SD2S2, SD2S3], ids=lambda layout: layout.name)
-def test_a_parameter_that_is_unfrozen_is_reported_and_one_that_is_frozen_is_refused_with_its_states(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+@on_ranks(2)
+def test_an_unfrozen_parameter_is_reported_and_a_frozen_one_with_states_refused(
+    layout: MatrixLayout, tmp_path: Path
 ) -> None:
-    run_on_ranks(ranks, layout.nproc, train_frozen_and_unfrozen, layout=layout, output_dir=tmp_path)
+    name, warning = "model.layers.1.mlp.down_proj.weight", "1 trained parameter has no optimizer states"
+
+    def warnings(target: str, frozen: list[str], resume: str | None, steps: int) -> list[str]:
+        arguments = {"max_steps": steps, "save_steps": steps}
+        trainer = frozen_trainer(frozen, layout=layout, output_dir=tmp_path / target, arguments=arguments)
+        with logged() as lines:
+            trainer.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+        return [line for line in lines if warning in line]
+
+    warnings("frozen", [name], None, 2)
+    assert warnings("same", [name], "frozen/checkpoint-2", 3) == []
+    reported = warnings("unfrozen", [], "frozen/checkpoint-2", 3)
+    assert [f"  - {name}" in line for line in reported] == [True] * (os.environ["PADDLE_TRAINER_ID"] == "0")
+    with pytest.raises(FlexError, match=name):
+        warnings("again", [name], "unfrozen/checkpoint-3", 4)
 
 
 @pytest.mark.parametrize("value", ["rope_theta", [1], [""], None])

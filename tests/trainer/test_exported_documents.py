@@ -10,6 +10,7 @@ import pytest
 
 from paddleformers_fc.execute.export import export_checkpoint
 from tests.harness import tiny
+from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.trainer.test_pretrained import weights_of
 from verification.forkserver import ForkServer
 
@@ -59,20 +60,46 @@ def live(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "model_type"}
 
 
+def run_and_export(
+    layout: tiny.MatrixLayout,
+    directory: Path,
+    steps: int,
+    model_type: str,
+    model: dict[str, Any],
+    source: Path | None = None,
+    generation: dict[str, Any] | None = None,
+) -> None:
+    """Train from open weights, or resume the newest checkpoint, and export in both ways of a live model.
+
+    Args:
+        steps: how many; the last one is saved.
+        source: open weights to start from.
+        generation: generation settings that a user gives the model before training.
+    """
+    from paddleformers.generation import GenerationConfig
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments, load_open_weights
+
+    settings = {"max_steps": steps, "save_steps": steps, "flex_checkpoint": True, "cls": FlexTrainingArguments}
+    args = tiny.training_arguments(layout, str(directory / "run"), **settings)
+    built = tiny.build(model_type, layout, args, **model)
+    if source is not None and steps == 1:
+        load_open_weights(built, source)
+    if generation is not None:
+        built.generation_config = GenerationConfig(**generation)
+    trainer = tiny.trainer(built, args, cls=FlexTrainer)
+    trainer.train(resume_from_checkpoint=True if steps > 1 else None)
+    trainer.save_model(f"{directory}/step-{steps}/save_model")
+    trainer.model.save_pretrained(f"{directory}/step-{steps}/save_pretrained")
+
+
 def exports(ranks: ForkServer, directory: Path, layout: tiny.MatrixLayout, **job: Any) -> dict[str, Path]:
     """Every export of a run that starts from open weights, and of one that resumes it."""
     found: dict[str, Path] = {}
-    source: Path | None = job.pop("source")
-    origin = {} if source is None else {"source": str(source)}
-    run = {"layout": layout.to_json(), "output_dir": str(directory / "run"), **job}
-    for step, start in ((1, origin), (2, {"resume": True})):
+    for step in (1, 2):
+        given = {"layout": layout, "directory": directory, "steps": step, **job}
+        run_on_ranks(ranks, layout.nproc, run_and_export, **given)
         target = directory / f"step-{step}"
-        result = ranks.run(
-            "tests.trainer.export_jobs:run_and_export",
-            layout.nproc,
-            {**run, **start, "steps": step, "exports": str(target)},
-        )
-        assert result.ok, result.logs[0].read_text()
         export_checkpoint(directory / f"run/checkpoint-{step}", target / "command")
         found |= {f"{path.name} at step {step}": path for path in target.iterdir()}
     return found
@@ -117,9 +144,23 @@ def test_a_model_without_a_source_exports_what_it_is(ranks: ForkServer, tmp_path
     assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000}
 
 
-def test_a_model_that_can_generate_uses_the_settings_that_it_exports(ranks: ForkServer) -> None:
-    (found,) = ranks.run("tests.trainer.export_jobs:generation_settings", 1, {"text": GENERATION.decode()}).values
-    assert found == {"generates": True, "temperature": 0.6, "kept": GENERATION.decode(), "changed": 0.25}
+@on_ranks(1)
+def test_a_model_that_can_generate_uses_the_settings_that_it_exports() -> None:
+    from paddleformers.transformers.gpt_oss.configuration import GptOssConfig
+    from paddleformers.transformers.gpt_oss.modeling import GptOssForCausalLM
+
+    from paddleformers_fc.trainer import documents
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, fuse_rms_norm=False))
+    documents.take_over(model, {}, GENERATION)
+    assert model.can_generate()
+    assert model.generation_config.temperature == 0.6
+    assert documents.generation_file(model)[documents.GENERATION] == GENERATION
+    model.generation_config.temperature = 0.25
+    documents.take_over(model, {}, GENERATION)  # As of a checkpoint that is resumed.
+    assert json.loads(documents.generation_file(model)[documents.GENERATION])["temperature"] == 0.25
 
 
 def test_a_trainer_does_not_change_what_a_model_without_a_source_exports(ranks: ForkServer, tmp_path: Path) -> None:

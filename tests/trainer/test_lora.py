@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.errors import MismatchError, OptionError
+from tests.cli.support import flip
 from tests.harness import tiny
-from tests.harness.on_ranks import on_ranks
+from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import EP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
-from tests.trainer.jobs import few_samples, weights_of as tensors_of
-from tests.trainer.lora_jobs import trainer_of
+from tests.trainer.jobs import few_samples, flex_trainer, weights_of as tensors_of
+from tests.trainer.lora_jobs import fingerprint, from_files, trainer_of
 from tests.trainer.test_pretrained import weights_of
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
@@ -28,6 +32,12 @@ BIASES = {
     "model": {"attention_bias": True},
     "adapters": {**ATTENTION, "trainable_bias": "all", "trainable_modules": [".*embed_tokens.*", ".*norm.*"]},
 }
+RUNS: dict[str, tuple[MatrixLayout, dict[str, Any]]] = {
+    "llama": (SINGLE, {}),
+    "experts": (TP2, ERNIE),
+    "biases": (SINGLE, BIASES),
+}
+"""Layouts and models of runs. Outputs of fused layers lie in groups that depend on the degree of tensor parallelism."""
 
 
 class Trained:
@@ -35,125 +45,96 @@ class Trained:
 
     def __init__(self, ranks: ForkServer, layout: MatrixLayout, output_dir: Path, **settings: Any) -> None:
         job = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": SIX_STEPS, **settings}
-        result = ranks.run(f"{JOBS}:run", layout.nproc, job)
-        self.settings = settings
-        self.losses = result.values[0]["losses"]
+        self.losses = ranks.run(f"{JOBS}:run", layout.nproc, job).values[0]["losses"]
         self.third = output_dir / "checkpoint-3"
-
-    def resumes(self, ranks: ForkServer, layout: MatrixLayout, output_dir: Path) -> None:
-        """Assert that a run under a layout loads every bit and has the losses of this run."""
-        job = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": SIX_STEPS, **self.settings}
-        result = ranks.run(f"{JOBS}:run_saving_what_was_loaded", layout.nproc, {**job, "resume": str(self.third)})
-        assert list(canonical_digests(output_dir / "checkpoint-3")) == list(canonical_digests(self.third))
-        assert result.values[0] == pytest.approx(self.losses[3:], abs=1e-6)
+        described = json.loads((self.third / "mapping.json").read_text())
+        self.description = described["model"]["adapters"]
+        self.names = {one.name for one in canonical_digests(self.third) if one.role == "model_state"}
 
 
 @pytest.fixture(scope="module")
-def llama(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A Llama whose linear layers all have adapters, on one rank."""
-    return Trained(ranks, SINGLE, tmp_path_factory.mktemp("lora"))
+def train(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    """A function that returns a run of a name; each is made once."""
+
+    @functools.cache
+    def make(kind: str) -> Trained:
+        layout, settings = RUNS[kind]
+        return Trained(ranks, layout, tmp_path_factory.mktemp(kind), **settings)
+
+    return make
 
 
-@pytest.mark.parametrize("layout", [TP2, SD2V1, SD2V2, SD2S3, PP2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *(("llama", layout) for layout in (TP2, SD2V1, SD2V2, SD2S3, PP2)),
+        *(("experts", layout) for layout in (SINGLE, PP2)),
+        *(pytest.param("biases", layout, marks=pytest.mark.slow) for layout in (TP2, PP2)),
+    ],
+    ids=lambda one: getattr(one, "name", one),
+)
 def test_adapters_resume_under_any_layout(
-    ranks: ForkServer, llama: Trained, tmp_path: Path, layout: MatrixLayout
+    ranks: ForkServer, train: Callable[[str], Trained], tmp_path: Path, kind: str, layout: MatrixLayout
 ) -> None:
-    llama.resumes(ranks, layout, tmp_path)
+    """Every bit is loaded, and the losses are those of the uninterrupted run."""
+    run, (_, settings) = train(kind), RUNS[kind]
+    job = {"layout": layout.to_json(), "output_dir": str(tmp_path), "arguments": SIX_STEPS, "resume": str(run.third)}
+    losses = ranks.run(f"{JOBS}:run_saving_what_was_loaded", layout.nproc, {**job, **settings}).values[0]
+    assert list(canonical_digests(tmp_path / "checkpoint-3")) == list(canonical_digests(run.third))
+    assert losses == pytest.approx(run.losses[3:], abs=1e-6)
+    layer = {name.removeprefix("model.layers.0.") for name in run.names}
+    if kind == "biases":
+        assert {"model.embed_tokens.weight", "model.norm.weight"} <= run.names
+        assert {"self_attn.q_proj.bias", "self_attn.q_proj.lora_A.weight", "input_layernorm.weight"} <= layer
+        assert not {"self_attn.q_proj.weight", "mlp.up_proj.lora_A.weight"} & layer
+    elif kind == "llama":
+        assert all(".lora_A." in name or ".lora_B." in name for name in run.names)
 
 
-@pytest.mark.parametrize("layout", [SINGLE, PP2], ids=lambda layout: layout.name)
-def test_adapters_of_fused_layers_and_experts_resume_under_another_layout(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
-) -> None:
-    """Fused outputs lie in groups that depend on the degree of tensor parallelism."""
-    Trained(ranks, TP2, tmp_path / "tp2", **ERNIE).resumes(ranks, layout, tmp_path / layout.name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [TP2, PP2], ids=lambda layout: layout.name)
-def test_trained_modules_and_biases_resume_beside_adapters(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
-) -> None:
-    trained = Trained(ranks, SINGLE, tmp_path / "single", **BIASES)
-    names = {one.name for one in canonical_digests(trained.third) if one.role == "model_state"}
-    layers = {name.removeprefix("model.layers.0.") for name in names if name.startswith("model.layers.0.")}
-    assert {"model.embed_tokens.weight", "model.norm.weight"} <= names
-    assert {"self_attn.q_proj.bias", "self_attn.q_proj.lora_A.weight", "input_layernorm.weight"} <= layers
-    assert not {"self_attn.q_proj.weight", "mlp.up_proj.lora_A.weight"} & layers
-    trained.resumes(ranks, layout, tmp_path / layout.name)
-
-
-def test_a_checkpoint_contains_no_tensor_of_the_base_and_grows_with_the_rank(
-    ranks: ForkServer, llama: Trained, tmp_path: Path
-) -> None:
-    twice = Trained(ranks, SINGLE, tmp_path, adapters={"r": 8})
-    tensors = [list(canonical_digests(one.third)) for one in (llama, twice)]
-    assert all(".lora_A." in one.name or ".lora_B." in one.name for one in tensors[0])
-    sizes = [sum(path.stat().st_size for path in one.third.glob("*/*.safetensors")) for one in (llama, twice)]
-    heads = [sum(_header_bytes(path) for path in one.third.glob("*/*.safetensors")) for one in (llama, twice)]
-    powers = 8 * 2 * len([one for one in tensors[0] if one.role == "model_state"]) // 2
-    assert sizes[1] - heads[1] - powers == 2 * (sizes[0] - heads[0] - powers)
-
-
-def _header_bytes(path: Path) -> int:
-    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
-
-
-def test_a_resume_of_adapters_is_planned_from_the_files_alone(llama: Trained) -> None:
-    found = paddleformers_fc.open(llama.third).plan("tp=2,pp=2")
+def test_adapters_are_described_and_a_resume_is_planned_from_the_files_alone(train: Callable[[str], Trained]) -> None:
+    stored = train("llama").description
+    assert (stored["r"], stored["alpha"], stored["rslora"], len(stored["base"]["tensors"])) == (4, 8.0, False, 32)
+    found = paddleformers_fc.open(train("llama").third).plan("tp=2,pp=2")
     assert found.world_size == 4
     # What tensor parallelism does not cut is held twice: one of the two sides of each adapter.
-    stored = sum(path.stat().st_size for path in llama.third.glob("*/*.safetensors"))
-    assert stored / 2 < found.bytes < 2 * stored
+    held = sum(path.stat().st_size for path in train("llama").third.glob("*/*.safetensors"))
+    assert held / 2 < found.bytes < 2 * held
     assert (found.fresh, found.dropped) == ([], [])
 
 
-def test_the_description_of_the_adapters_is_stored(llama: Trained) -> None:
-    stored = json.loads((llama.third / "mapping.json").read_text())["model"]["adapters"]
-    assert (stored["r"], stored["alpha"], stored["rslora"]) == (4, 8.0, False)
-    assert len(stored["base"]["tensors"]) == 32
+@on_ranks(layout=SINGLE)
+def test_other_adapters_and_other_bases_are_refused_with_the_difference(tmp_path: Path) -> None:
+    one = {"max_steps": 1, "save_steps": 1}
+    for build in (trainer_of, flex_trainer):
+        build(SINGLE, tmp_path / build.__name__, one).train()
 
+    def refusal(saved: Any, build: Any = trainer_of, **given: Any) -> str:
+        trainer = build(SINGLE, tmp_path / "out", one, **given)
+        with pytest.raises(MismatchError) as caught:
+            trainer.train(resume_from_checkpoint=str(tmp_path / saved.__name__ / "checkpoint-1"))
+        return caught.value.render()
 
-def test_other_adapters_and_other_bases_are_refused_with_the_difference(
-    ranks: ForkServer, llama: Trained, tmp_path: Path
-) -> None:
-    made = {
-        "rank": {"adapters": {"r": 8}},
-        "scaling": {"adapters": {"lora_alpha": 16}},
-        "targets": {"adapters": ATTENTION},
-        "base": {"model": {"num_hidden_layers": 5}},
-        "without adapters": {"adapted": False},
-    }
-    given = {way: {**one, "resume": str(llama.third)} for way, one in made.items()}
-    given["adapters"] = {"resume": str(tmp_path / "whole/without/checkpoint-1"), "arguments": {"max_steps": 1}}
-    whole = {"without": {"adapted": False, "arguments": {"max_steps": 1, "save_steps": 1}}}
-    ranks.run(f"{JOBS}:attempts", 1, {"output_dir": str(tmp_path / "whole"), "made": whole})
-    (found,) = ranks.run(f"{JOBS}:attempts", 1, {"output_dir": str(tmp_path), "made": given}).values
-    rows = {
-        "rank": "lora.r  4      8",
-        "scaling": "lora.alpha  8.0    16.0",
-        "targets": "lora.target_modules",
-        "base": "lora.base.tensors",
-    }
-    without, adapters = found["without adapters"], found["adapters"]
-    assert without.startswith(
-        "MismatchError: The checkpoint contains adapters (LoRA), and this run trains a complete model."
-    )
-    assert f"paddleformers-fc export {llama.third} DIRECTORY --base " in without
-    assert adapters.startswith(
-        "MismatchError: The checkpoint contains a complete model, and this run trains adapters (LoRA)."
-    )
-    assert f"paddleformers-fc export {given['adapters']['resume']} DIRECTORY, set" in adapters
-    for way, row in rows.items():
-        assert found[way].startswith("MismatchError: The model's configuration gives the stored weights"), found[way]
-        assert row in found[way]
+    for given, row in (
+        ({"adapters": {"r": 8}}, "lora.r  4      8"),
+        ({"adapters": {"lora_alpha": 16}}, "lora.alpha  8.0    16.0"),
+        ({"adapters": ATTENTION}, "lora.target_modules"),
+        ({"model": {"num_hidden_layers": 5}}, "lora.base.tensors"),
+    ):
+        text = refusal(trainer_of, **given)
+        assert text.startswith("The model's configuration gives the stored weights")
+        assert row in text
         # Naming the keys helps only where the tensors fit.
-        assert ("flex_allow_config_changes" in found[way]) == (way == "scaling")
+        assert ("flex_allow_config_changes" in text) == ("lora.alpha" in row)
+    without, adapters = refusal(trainer_of, flex_trainer), refusal(flex_trainer)
+    assert without.startswith("The checkpoint contains adapters (LoRA), and this run trains a complete model.")
+    assert f"paddleformers-fc export {tmp_path}/trainer_of/checkpoint-1 DIRECTORY --base " in without
+    assert adapters.startswith("The checkpoint contains a complete model, and this run trains adapters (LoRA).")
+    assert f"paddleformers-fc export {tmp_path}/flex_trainer/checkpoint-1 DIRECTORY, set" in adapters
 
 
 @on_ranks(layout=SINGLE)
-def test_adapters_are_evaluated_though_paddlefleet_is_not_installed(layout: MatrixLayout, tmp_path: Path) -> None:
-    trainer = trainer_of(layout.to_json(), str(tmp_path))
+def test_adapters_are_evaluated_though_paddlefleet_is_not_installed(tmp_path: Path) -> None:
+    trainer = trainer_of(SINGLE, tmp_path)
     losses = [trainer.evaluate(few_samples())["eval_loss"]]
     trainer.train()
     losses.append(trainer.evaluate(few_samples())["eval_loss"])
@@ -161,49 +142,60 @@ def test_adapters_are_evaluated_though_paddlefleet_is_not_installed(layout: Matr
 
 
 def test_other_patterns_that_select_the_same_layers_are_no_other_adapters(
-    ranks: ForkServer, llama: Trained, tmp_path: Path
+    ranks: ForkServer, train: Callable[[str], Trained], tmp_path: Path
 ) -> None:
     """Layers of pipelines have other names, so that patterns with whole names must differ."""
-    job = {"output_dir": str(tmp_path), "resume": str(llama.third), "arguments": SIX_STEPS}
+    job = {"output_dir": str(tmp_path), "resume": str(train("llama").third), "arguments": SIX_STEPS}
     given = {**job, "layout": SINGLE.to_json(), "adapters": {"target_modules": ".*_proj"}}
     result = ranks.run(f"{JOBS}:run", 1, given)
-    assert result.values[0]["losses"] == llama.losses[3:]
+    assert result.values[0]["losses"] == train("llama").losses[3:]
     assert '  lora.target_modules  [".*qkv_proj", ".*(q|k|v' in result.logs[0].read_text()
 
 
-def test_the_files_of_a_base_identify_it_wherever_they_are(ranks: ForkServer, tmp_path: Path) -> None:
-    base = weights_of(ranks, tmp_path / "base", "llama", {})
-    trained = Trained(ranks, TP2, tmp_path / "run", base=str(base))
-    stored = json.loads((trained.third / "mapping.json").read_text())["model"]["adapters"]["base"]
-    recorded = json.loads((base / "flex_checksums.json").read_text())["files"]
-    assert stored["location"] == str(base)
-    assert stored["files"] == {one["path"]: one["digest"] for one in recorded if one["path"].endswith(".safetensors")}
-    moved, other = tmp_path / "moved", tmp_path / "other"
-    shutil.copytree(base, moved)
-    shutil.copytree(base, other)
-    (moved / "flex_checksums.json").unlink()  # The files are hashed.
-    (other / "flex_checksums.json").unlink()
-    with (other / "model.safetensors").open("r+b") as file:
-        file.seek(-4, 2)
-        file.write(b"\1\2\3\4")
-    given = {"resume": str(trained.third), "arguments": {"max_steps": 3}}
-    made = {"moved": {**given, "base": str(moved)}, "other": {**given, "base": str(other)}}
-    (found,) = ranks.run(f"{JOBS}:attempts", 1, {"output_dir": str(tmp_path), "made": made}).values
-    assert found["moved"] == ""
-    assert "lora.base.model.safetensors" in found["other"]
+def identify_bases(layout: MatrixLayout, bases: dict[str, str], recorded: dict[str, str], output_dir: Path) -> None:
+    """Read bases from files, and change the tensors of one or its files before its adapters are trained."""
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+
+    def element(model: Any) -> None:
+        weight = model.model.layers[1].mlp.down_proj.weight
+        values = weight.numpy()
+        values[3, 5] += 1
+        weight.set_value(values)
+
+    def replaced(model: Any) -> None:
+        if os.environ["PADDLE_TRAINER_ID"] == "0":
+            file = Path(bases["replaced"], "model.safetensors")
+            os.replace(shutil.copy(file, file.with_name("other")), file)
+
+    def found(name: str, change: Callable[[Any], object] = id) -> Any:
+        args = tiny.training_arguments(layout, str(output_dir), cls=FlexTrainingArguments, flex_checkpoint=True)
+        model = from_files(bases[name], layout, args)
+        change(model)
+        return fingerprint(tiny.trainer(tiny.adapted(model), args, cls=FlexTrainer).model)
+
+    whole, hashed, other = (found(name) for name in ("recorded", "hashed", "other"))
+    assert (whole.location, whole.files, whole.tensors) == (bases["recorded"], recorded, "")
+    assert hashed.files == recorded != other.files
+    changed, copied = found("element", element), found("replaced", replaced)
+    assert changed.files == copied.files == {}
+    assert changed.tensors != copied.tensors != ""
 
 
-def test_a_base_is_not_identified_by_files_that_do_not_contain_it(ranks: ForkServer, tmp_path: Path) -> None:
+def test_the_files_of_a_base_identify_it_unless_they_do_not_contain_it(ranks: ForkServer, tmp_path: Path) -> None:
     base = weights_of(ranks, tmp_path / "base", "llama", {})
-    (base / "flex_checksums.json").unlink()
-    (found,) = ranks.run(f"{JOBS}:changed_bases", 1, {"output_dir": str(tmp_path), "base": str(base)}).values
-    assert found["unchanged"] == {"files": ["model.safetensors"], "tensors": ""}
-    assert found["element"]["files"] == found["replaced"]["files"] == []
-    assert found["element"]["tensors"] != found["replaced"]["tensors"] != ""
+    files = json.loads((base / "flex_checksums.json").read_text())["files"]
+    recorded = {one["path"]: one["digest"] for one in files if one["path"].endswith(".safetensors")}
+    copies = {name: Path(shutil.copytree(base, tmp_path / name)) for name in ("hashed", "other", "element", "replaced")}
+    for copy in copies.values():
+        (copy / "flex_checksums.json").unlink()
+    flip(copies["other"] / "model.safetensors", -1)
+    bases = {name: str(path) for name, path in {**copies, "recorded": base}.items()}
+    given = {"layout": TP2, "bases": bases, "recorded": recorded, "output_dir": tmp_path / "out"}
+    run_on_ranks(ranks, 2, identify_bases, **given)
 
 
 @on_ranks(layout=SINGLE)
-def test_adapters_that_upstream_cannot_describe_are_refused_by_name(layout: MatrixLayout, tmp_path: Path) -> None:
+def test_adapters_that_upstream_cannot_describe_are_refused_by_name(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
     import paddle
@@ -213,28 +205,23 @@ def test_adapters_that_upstream_cannot_describe_are_refused_by_name(layout: Matr
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
 
-    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True}
-    args = tiny.training_arguments(layout, str(tmp_path), **settings)
+    args = tiny.training_arguments(SINGLE, str(tmp_path), cls=FlexTrainingArguments, flex_checkpoint=True)
 
     def refused(model: Any) -> str:
         with pytest.raises(OptionError) as caught:
             tiny.trainer(model, args, cls=FlexTrainer)
         return caught.value.render()
 
-    def quantize(model: LoRAModel) -> None:
-        model.quantized = True
-
-    made: list[tuple[dict[str, Any], Any, str]] = [
-        ({"loraga": True}, None, "loraga: PaddleFormers changes the base"),
-        ({"do_qat": True}, None, "do_qat: the quantization scales"),
+    changes: list[tuple[dict[str, Any], Callable[[Any], object], str]] = [
+        ({"loraga": True}, id, "loraga: PaddleFormers changes the base"),
+        ({"do_qat": True}, id, "do_qat: the quantization scales"),
         ({}, LoRAModel.merge, "is merged into its base; call unmerge()"),
-        ({}, quantize, "a quantized base"),
-        ({"target_modules": None}, None, "no tensor of the model is trained"),
+        ({}, lambda model: setattr(model, "quantized", True), "a quantized base"),
+        ({"target_modules": None}, id, "no tensor of the model is trained"),
     ]
-    for given, change, text in made:
-        model = tiny.adapted(tiny.build("llama", layout, args), **given)
-        if change is not None:
-            change(model)
+    for given, change, text in changes:
+        model = tiny.adapted(tiny.build("llama", SINGLE, args), **given)
+        change(model)
         assert text in refused(model)
 
     # PaddleFormers chooses the class of the adapters by this name.
@@ -258,7 +245,7 @@ def test_adapters_that_upstream_cannot_describe_are_refused_by_name(layout: Matr
         UnknownAdapter: (lambda: paddle.nn.Linear(4, 4), "unknown class of adapters"),
     }
     for kind, (layer, text) in layers.items():
-        model = tiny.build("llama", layout, args)
+        model = tiny.build("llama", SINGLE, args)
         model.added = layer()
         adapted = tiny.adapted(model, target_modules=["added"])
         if kind is UnknownAdapter:
@@ -271,44 +258,39 @@ def test_adapters_that_upstream_cannot_describe_are_refused_by_name(layout: Matr
         assert described == (kind is FleetLoRAMoeExperts)
 
 
-def test_adapters_of_experts_are_refused_where_upstream_would_average_those_of_different_experts(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
+@on_ranks(layout=EP2)
+def test_adapters_of_experts_are_refused_where_upstream_would_average_them(tmp_path: Path) -> None:
     """Expert parallelism: PaddleFormers marks the weights of experts as those of a rank, and not their adapters."""
-    job = {"layout": EP2.to_json(), "output_dir": str(tmp_path), "arguments": {"max_steps": 1}, **ERNIE}
-    made = {"experts": {**job, "adapters": {}}, "attention": {**job, "adapters": ATTENTION}}
-    results = ranks.run(f"{JOBS}:attempts", 2, {"output_dir": str(tmp_path), "made": made})
-    for found in results.values:
-        assert "expert parallelism: PaddleFormers does not mark adapters of experts" in found["experts"]
-        assert found["attention"] == ""
+    with pytest.raises(OptionError, match="expert parallelism: PaddleFormers does not mark adapters of experts"):
+        trainer_of(EP2, tmp_path, {"max_steps": 1}, **ERNIE).train()
+    trainer_of(EP2, tmp_path, {"max_steps": 1}, **ERNIE, adapters=ATTENTION).train()
 
 
-def test_a_tied_tensor_is_trained_under_both_names_in_a_pipeline(ranks: ForkServer, tmp_path: Path) -> None:
+@on_ranks(layout=PP2)
+def test_a_tied_tensor_is_trained_under_both_names_in_a_pipeline(tmp_path: Path) -> None:
     """The stages have copies of it, and one that is frozen would differ after a step."""
-    tied = {"model": {"tie_word_embeddings": True}, "arguments": {"max_steps": 1, "save_steps": 1}}
+
+    def train(*patterns: str) -> None:
+        adapters = {**ATTENTION, "trainable_modules": [*patterns]}
+        given = {"model": {"tie_word_embeddings": True}, "adapters": adapters}
+        trainer_of(PP2, tmp_path, {"max_steps": 1, "save_steps": 1}, **given).train()
+
     owner, alias = ".*embed_tokens.*", "lm_head.*"
-    made = {
-        name: {**tied, "layout": PP2.to_json(), "adapters": {**ATTENTION, "trainable_modules": patterns}}
-        for name, patterns in {"owner": [owner], "alias": [alias], "both": [owner, alias]}.items()
-    }
-    results = ranks.run(f"{JOBS}:attempts", 2, {"output_dir": str(tmp_path), "made": made})
-    for found in results.values:
-        assert "trainable_modules: model.embed_tokens.weight is trained" in found["owner"]
-        assert "trainable_modules: lm_head.weight is trained" in found["alias"]
-        assert found["both"] == ""
+    with pytest.raises(OptionError, match=r"trainable_modules: model\.embed_tokens\.weight is trained"):
+        train(owner)
+    with pytest.raises(OptionError, match=r"trainable_modules: lm_head\.weight is trained"):
+        train(alias)
+    train(owner, alias)
 
 
-def test_a_stage_without_trained_tensors_is_accepted_if_another_stage_has_some(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    job = {"layout": PP2.to_json(), "output_dir": str(tmp_path)}
-    job["adapters"] = {"target_modules": None, "trainable_modules": [".*model.norm.*"]}
-    assert len(ranks.run(f"{JOBS}:base_of", 2, job).values) == 2
+@on_ranks(layout=PP2)
+def test_a_stage_without_trained_tensors_is_accepted_if_another_has_some(tmp_path: Path) -> None:
+    trainer_of(PP2, tmp_path, adapters={"target_modules": None, "trainable_modules": [".*model.norm.*"]})
 
 
 @on_ranks(layout=SINGLE)
-def test_a_script_saves_and_loads_adapters_that_are_not_merged(layout: MatrixLayout, tmp_path: Path) -> None:
-    first, second = (trainer_of(layout.to_json(), str(tmp_path / name), {"max_steps": 1}) for name in ("a", "b"))
+def test_a_script_saves_and_loads_adapters_that_are_not_merged(tmp_path: Path) -> None:
+    first, second = (trainer_of(SINGLE, tmp_path / name, {"max_steps": 1}) for name in ("a", "b"))
     first.train()
     checkpoint = tmp_path / "checkpoint-1"
     paddleformers_fc.save(checkpoint, first.model, first.optimizer, step=1)
@@ -327,12 +309,3 @@ def test_a_script_saves_and_loads_adapters_that_are_not_merged(layout: MatrixLay
         with pytest.raises(OptionError) as refused:
             use()
         assert "is merged into its base; call unmerge()" in refused.value.render()
-
-
-@pytest.mark.slow
-def test_the_digest_of_a_base_does_not_depend_on_the_layout(ranks: ForkServer, tmp_path: Path) -> None:
-    found = set()
-    for layout in (SINGLE, TP2, PP2):
-        job = {"layout": layout.to_json(), "output_dir": str(tmp_path), **ERNIE}
-        found.update(ranks.run(f"{JOBS}:base_of", layout.nproc, job).values)
-    assert len(found) == 1

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paddleformers_fc.distributed.communicator import EXIT_CODE
-from paddleformers_fc.storage.manifest import newest_checkpoint
-from tests.harness.tiny import DP2, TP2PP2, MatrixLayout
-from tests.trainer.test_trainer import Saved, train_six
+from paddleformers_fc.errors import PeerError
+from tests.harness.on_ranks import run_on_ranks
+from tests.harness.patching import precede
+from tests.harness.tiny import DP2, TP2PP2
+from tests.trainer.jobs import flex_trainer, weights_of
+from tests.trainer.lost_jobs import keep_time
+from tests.trainer.test_trainer import Saved, settings, train_six
 from verification.forkserver import ForkServer, JobResult
 
-LOST = "tests.trainer.lost_jobs"
 FOUR = TP2PP2
 
 
@@ -25,16 +29,46 @@ def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return train_six(ranks, tmp_path_factory.mktemp("dp2"), DP2)
 
 
-def killed(
-    ranks: ForkServer, output_dir: Path, moment: str, layout: MatrixLayout, victim: int, resume: Any
-) -> JobResult:
+def die(moment: str, victim: int, output_dir: str, resume: str, **given: Any) -> None:
+    """Resume as a job of which one rank kills itself; every other rank writes down how it ended.
+
+    Args:
+        moment: ``reading`` a checkpoint, or ``exchanging``: after all have come to an exchange.
+        victim: the rank.
+        output_dir: of the Trainer; gets ``ended-<rank>.json`` of every rank that raises.
+        resume: a checkpoint.
+        given: further arguments of a Trainer.
+    """
+    from paddleformers_fc.distributed.channel import PaddleChannel
+    from paddleformers_fc.execute import exchange
+
+    keep_time(Path(output_dir))
+    trainer = flex_trainer(output_dir=output_dir, **given)
+    rank, before = trainer.args.process_index, weights_of(trainer.model)
+    if rank == victim:
+        place = (exchange, "execute_reads") if moment == "reading" else (PaddleChannel, "gather")
+        precede(*place, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except BaseException as error:
+        ended = {
+            "error": type(error).__name__,
+            "text": str(error),
+            "step": trainer.state.global_step,
+            "half": weights_of(trainer.model) != before,
+        }
+        Path(output_dir, f"ended-{rank}.json").write_text(json.dumps(ended))
+        raise
+
+
+def killed(ranks: ForkServer, output_dir: Path, moment: str, victim: int, resume: Path) -> JobResult:
     """A job one of whose ranks has killed itself; nothing of it hangs, and no rank ends as if all were well."""
-    output_dir.mkdir(exist_ok=True)
-    given = {"moment": moment, "victim": victim, "output_dir": str(output_dir), "layout": layout.to_json()}
-    given |= {"resume": None if resume is None else str(resume)}
-    result = ranks.attempt(f"{LOST}:die", layout.nproc, given)
+    output_dir.mkdir()
+    given = {"moment": moment, "victim": victim, **settings(FOUR, output_dir, resume, max_steps=6, save_steps=2)}
+    result = ranks.attempt(f"{__name__}:die", FOUR.nproc, given)
     assert result.returncodes[victim] == -9
     assert 0 not in result.returncodes
+    assert not list(output_dir.glob("*checkpoint*"))
     return result
 
 
@@ -49,7 +83,7 @@ def test_a_rank_killed_while_it_reads_is_named_by_all_others_and_nothing_is_trai
     patient_ranks: ForkServer, saved: Saved, tmp_path: Path, victim: int
 ) -> None:
     out = tmp_path / "out"
-    killed(patient_ranks, out, "reading", FOUR, victim, saved.third)
+    killed(patient_ranks, out, "reading", victim, saved.third)
     ended = endings(out)
     assert len(ended) == FOUR.nproc - 1
     assert len({one["text"] for one in ended}) == 1
@@ -59,36 +93,52 @@ def test_a_rank_killed_while_it_reads_is_named_by_all_others_and_nothing_is_trai
     assert {one["step"] for one in ended} == {0}
     # The others had read their part: these half-loaded weights must not be trained.
     assert all(one["half"] for one in ended)
-    assert not list(out.glob("*checkpoint*"))
 
 
-# In make test: tests/crash/test_real_ranks.py.
-@pytest.mark.slow
-def test_a_rank_killed_while_it_writes_is_named_by_all_others_and_the_step_before_is_resumed(
-    patient_ranks: ForkServer, saved: Saved, tmp_path: Path
-) -> None:
-    out, victim = tmp_path / "out", 3
-    shutil.copytree(saved.third, out / "checkpoint-3")
-    killed(patient_ranks, out, "writing", FOUR, victim, out / "checkpoint-3")
-    ended = endings(out)
-    assert len(ended) == FOUR.nproc - 1
-    assert len({one["text"] for one in ended}) == 1
-    assert f"rank {victim} did not arrive" in ended[0]["text"]
-    assert sorted(path.name for path in out.glob("*checkpoint*")) == ["checkpoint-3"]
-    assert newest_checkpoint(out)[0] == out / "checkpoint-3"
-
-
-def test_a_rank_killed_in_the_exchange_itself_is_named_and_no_rank_stays_in_it(
-    patient_ranks: ForkServer, saved: Saved, tmp_path: Path
-) -> None:
+def test_a_rank_killed_in_the_exchange_itself_is_named(patient_ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = killed(patient_ranks, out, "exchanging", FOUR, 2, saved.third)
+    result = killed(patient_ranks, out, "exchanging", 2, saved.third)
     raised = {one["text"] for one in endings(out)}
     assert len(raised) <= 1
     for rank in (0, 1, 3):
         assert result.returncodes[rank] in (1, EXIT_CODE)
         assert "rank 2 did not arrive" in result.logs[rank].read_text()
-    assert not list(out.glob("*checkpoint*"))
+
+
+def differ(kind: str, late: bool, resume: str | None, message: str, output_dir: Path) -> None:
+    """Resume, or save where ``resume`` is None, as a job whose second rank is not like the others.
+
+    Args:
+        kind: what is different.
+        late: whether it differs only when the checkpoint is loaded, after the checks at the start.
+    """
+    of_arguments: dict[str, dict[str, Any]] = {
+        "option": {"flex_verify": "size"},
+        "statements": {"aoa_config": {"aoa_statements": ["model.norm.weight -> model.norm.weight"]}},
+        "save_steps": {"save_steps": 2},
+        "learning_rate": {"learning_rate": 0.5},
+    }
+    is_odd = os.environ["PADDLE_TRAINER_ID"] == "1"
+    odd = of_arguments.get(kind, {}) if is_odd else {}
+    arguments = {"max_steps": 3 if resume else 1, "save_steps": 1}
+    trainer = flex_trainer(DP2, output_dir, arguments if late else {**arguments, **odd})
+
+    def change(*_: Any, **__: Any) -> None:
+        vars(trainer.args).update(odd)
+        if kind == "config":
+            trainer.model.config.rms_norm_eps = 0.125
+
+    if is_odd and late:
+        precede(trainer, "_load_flex_checkpoint", change)
+    elif is_odd:
+        change()
+    held = weights_of(trainer.model)
+    with pytest.raises(PeerError) as caught:
+        trainer.train(resume_from_checkpoint=resume)
+    assert trainer.state.global_step == 0
+    assert weights_of(trainer.model) == held
+    (line,) = [line for line in caught.value.render().splitlines() if message in line]
+    assert "on rank 1" in line
 
 
 @pytest.mark.parametrize(
@@ -97,8 +147,6 @@ def test_a_rank_killed_in_the_exchange_itself_is_named_and_no_rank_stays_in_it(
         pytest.param("config", "config.rms_norm_eps: ", True, marks=pytest.mark.chosen),
         pytest.param("save_steps", "save_steps: 1 on rank 0; 2 on rank 1", False, marks=pytest.mark.chosen),
         ("statements", "aoa_config.aoa_statements: ", True),
-        ("version", "versions.paddleformers_fc: ", False),
-        ("paddle", "versions.paddle: ", False),
         ("config", "config.rms_norm_eps: ", False),
         ("option", "flex_verify: ", False),
         ("learning_rate", "learning_rate: ", False),
@@ -108,11 +156,5 @@ def test_a_rank_that_differs_is_named_on_every_rank_before_a_weight_changes_and_
     ranks: ForkServer, saved: Saved, tmp_path: Path, kind: str, message: str, late: bool
 ) -> None:
     """Also one that differs only when the checkpoint is loaded, after the checks at the start."""
-    given = {"kind": kind, "late": late, "layout": DP2.to_json(), "output_dir": str(tmp_path)}
-    given["resume"] = str(saved.third) if late else None
-    found = ranks.run(f"{LOST}:differ", 2, given).values
-    assert found[0] == found[1]
-    assert (found[0]["error"], found[0]["changed"]) == ("PeerError", False)
-    assert found[0]["steps"] == 0
-    (line,) = [line for line in found[0]["text"].splitlines() if message in line]
-    assert "on rank 1" in line
+    given = {"kind": kind, "late": late, "message": message, "resume": str(saved.third) if late else None}
+    run_on_ranks(ranks, 2, differ, output_dir=tmp_path, **given)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from paddleformers_fc.execute.phases import Phases, Slowest
 from paddleformers_fc.trainer import callback
 from paddleformers_fc.trainer.callback import CheckpointReport, FlexCheckpointCallback, ReportFigures
 from tests.harness.on_ranks import run_on_ranks
+from tests.harness.patching import precede
 from tests.harness.tiny import DP2
 from tests.trainer.jobs import train_and_resume
 from verification.forkserver import ForkServer
@@ -57,17 +58,17 @@ def trainer(tmp_path: Path) -> Any:
     return SimpleNamespace(args=None, state=state, control=None, model=None, callback_handler=handler)
 
 
-def test_a_save_is_a_point_of_every_curve_at_its_step(trainer: Any, tmp_path: Path) -> None:
+def points(kind: str, **more: float) -> Scalars:
+    """The figures of the report."""
+    shared = {"bytes": 10**9, "seconds": 2.0, "gb_per_second": 0.5, "slowest_write_seconds": 1.5}
+    figures = {**shared, "plan_seconds": 0.25, "agree_seconds": 1.75, **more}
+    return {f"train/checkpoint_{kind}_{name}": [(7, value)] for name, value in figures.items()}
+
+
+def test_a_save_is_a_point_of_every_curve_and_other_callbacks_get_no_figures(trainer: Any, tmp_path: Path) -> None:
+    trainer.callback_handler.callbacks[0].on_log = lambda *_, **__: pytest.fail("called")
     ReportFigures(trainer).saved(REPORT)
-    assert scalars(tmp_path) == {
-        "train/checkpoint_save_bytes": [(7, 10**9)],
-        "train/checkpoint_save_seconds": [(7, 2.0)],
-        "train/checkpoint_save_gb_per_second": [(7, 0.5)],
-        "train/checkpoint_save_blocked_seconds": [(7, 0.5)],
-        "train/checkpoint_save_plan_seconds": [(7, 0.25)],
-        "train/checkpoint_save_agree_seconds": [(7, 1.75)],
-        "train/checkpoint_save_slowest_write_seconds": [(7, 1.5)],
-    }
+    assert scalars(tmp_path) == points("save", blocked_seconds=0.5)
     assert trainer.state.global_step == 9
 
 
@@ -77,38 +78,38 @@ def test_a_load_is_reported_once_training_has_begun(trainer: Any, tmp_path: Path
     assert scalars(tmp_path) == {}
     for _ in range(2):
         figures.send_loaded()
-    assert scalars(tmp_path) == {
-        "train/checkpoint_load_bytes": [(7, 10**9)],
-        "train/checkpoint_load_seconds": [(7, 2.0)],
-        "train/checkpoint_load_gb_per_second": [(7, 0.5)],
-        "train/checkpoint_load_plan_seconds": [(7, 0.25)],
-        "train/checkpoint_load_agree_seconds": [(7, 1.75)],
-        "train/checkpoint_load_slowest_write_seconds": [(7, 1.5)],
-    }
+    assert scalars(tmp_path) == points("load")
 
 
 @pytest.mark.parametrize(
-    ("saved", "text"), [("dp=2", "(saved as dp=2, now tp=2)"), ("", "(now tp=2)"), (None, "step 7 from")]
+    ("report", "text"),
+    [
+        (replace(REPORT, layouts=("dp=2", "tp=2")), "Resumed step 7 (saved as dp=2, now tp=2) from out/checkpoint-7: "),
+        (replace(REPORT, layouts=("", "tp=2")), "Resumed step 7 (now tp=2) from out/checkpoint-7: "),
+        (replace(REPORT, layouts=None), "Resumed step 7 from out/checkpoint-7: 1 GB in 2.00 s, 500 MB/s, training"),
+        (
+            replace(REPORT, blocked=REPORT.seconds),
+            "Resumed step 7 from out/checkpoint-7: 1 GB in 2.00 s, 500 MB/s; plan",
+        ),
+    ],
 )
-def test_the_line_of_a_load_has_the_layouts_that_are_recorded(
-    monkeypatch: pytest.MonkeyPatch, saved: str | None, text: str
+def test_the_line_of_a_report_has_the_layouts_that_are_recorded_and_for_how_long_a_save_blocked(
+    monkeypatch: pytest.MonkeyPatch, report: CheckpointReport, text: str
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(callback, "logger", SimpleNamespace(info=lines.append))
-    layouts = None if saved is None else (saved, "tp=2")
-    report = replace(REPORT, layouts=layouts)
-    callback.FlexCheckpointCallback().on_checkpoint_loaded(SimpleNamespace(should_log=True), report)
-    (line,) = lines
-    assert text in line
+    FlexCheckpointCallback().on_checkpoint_loaded(SimpleNamespace(should_log=True), report)
+    FlexCheckpointCallback().on_checkpoint_saved(SimpleNamespace(should_log=True), report)
+    resumed, saved = lines
+    assert resumed.startswith(text)
+    assert saved == resumed.replace("Resumed", "Saved").replace(" from ", " to ")
 
 
-def test_other_callbacks_get_no_figures(trainer: Any, tmp_path: Path) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("called")
+class Terminal(io.StringIO):
+    """Text that a terminal has shown."""
 
-    trainer.callback_handler.callbacks[0].on_log = fail
-    ReportFigures(trainer).saved(REPORT)
-    assert scalars(tmp_path)
+    def isatty(self) -> bool:
+        return True
 
 
 def show_on_a_terminal(output_dir: Path) -> list[Any]:
@@ -117,40 +118,18 @@ def show_on_a_terminal(output_dir: Path) -> list[Any]:
     Returns:
         What the terminal got, and the expected and done bytes of every operation that it displayed.
     """
-    import pty
-
     from paddleformers_fc import progress_display
 
     meters: list[Any] = []
-
-    class Kept(progress_display.Meter):
-        def __init__(self) -> None:
-            super().__init__()
-            meters.append(self)
-
-    keyboard, screen = pty.openpty()
-    got: list[bytes] = []
-
-    def read() -> None:
-        while chunk := os.read(keyboard, 1 << 16):
-            got.append(chunk)
-            if chunk.endswith(b"\x04"):
-                return
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    before, made = sys.stderr, progress_display.Meter
+    precede(progress_display.Meter, "__init__", meters.append)
     os.environ["TERM"] = "xterm"
-    sys.stderr, progress_display.Meter = os.fdopen(screen, "w"), Kept  # type: ignore[misc]
+    before, sys.stderr = sys.stderr, (screen := Terminal())
     arguments = {"max_steps": 2, "save_steps": 2}
     try:
-        train_and_resume(str(output_dir), [2], layout=DP2.to_json(), arguments=arguments)
+        train_and_resume(str(output_dir), [2], layout=DP2, arguments=arguments)
     finally:
-        sys.stderr.write("\x04")
-        sys.stderr.flush()
-        sys.stderr, progress_display.Meter = before, made  # type: ignore[misc]
-        reader.join()
-    return [b"".join(got).decode(), [(one.expected, one.done) for one in meters]]
+        sys.stderr = before
+    return [screen.getvalue(), [(one.expected, one.done) for one in meters]]
 
 
 def test_saves_and_loads_show_their_bytes_on_a_terminal(ranks: ForkServer, tmp_path: Path) -> None:
@@ -161,16 +140,3 @@ def test_saves_and_loads_show_their_bytes_on_a_terminal(ranks: ForkServer, tmp_p
     assert 0 < to_write == written < stored
     assert 0 < to_read <= read
     assert (others, "checkpoint-2 \u2026" in second) == ([], False)
-
-
-def test_a_save_beside_training_says_for_how_long_it_blocked() -> None:
-    lines: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(callback.logger, "info", lines.append)
-        for report in (REPORT, replace(REPORT, blocked=REPORT.seconds)):
-            FlexCheckpointCallback().on_checkpoint_saved(SimpleNamespace(should_log=True), report)
-    beside, waited = lines
-    assert beside.startswith(
-        "Saved step 7 to out/checkpoint-7: 1 GB in 2.00 s, 500 MB/s, training blocked for 0.50 s; plan"
-    )
-    assert "blocked" not in waited

@@ -14,7 +14,7 @@ from paddleformers_fc.formats.index import encode_index, shard_columns
 from paddleformers_fc.storage.checksum import INDEX_NAME, records_of
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, Manifest, read_manifest, write_manifest
-from paddleformers_fc.trainer.rotation import Retention, delete_over_limit, numbered, over_limit
+from paddleformers_fc.trainer.rotation import LOCAL_RETENTION, Retention, delete_over_limit, numbered, over_limit
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 
@@ -42,8 +42,23 @@ def left(output_dir: Path) -> list[str]:
     return sorted(path.name for path in output_dir.iterdir())
 
 
-def quiet(_: str) -> None:
-    """Say nothing."""
+def make(output_dir: Path, kind: str) -> Path:
+    """The checkpoint of a step, and behind it a letter for what has happened to it."""
+    step = int(kind.rstrip("dlmro"))
+    if kind.endswith("o"):  # Of another program.
+        (output_dir / f"checkpoint-{step}" / "model_state").mkdir(parents=True)
+        return output_dir / f"checkpoint-{step}"
+    path = make_checkpoint(output_dir, step)
+    if kind.endswith("d"):  # Copies of a tied tensor have diverged.
+        ties = [DivergedTie(["embedding", "head"], ["model_state head on rank 1, embedding on rank 0"])]
+        write_manifest(path, replace(read_manifest(path), ties=ties))
+    elif kind.endswith("l"):  # A file is longer than it was.
+        (path / "config.json").write_bytes(b"longer than it was")
+    elif kind.endswith("m"):  # A file is missing.
+        (path / WEIGHTS).unlink()
+    elif kind.endswith("r"):  # It was renamed.
+        path.rename(output_dir / "checkpoint-10")
+    return path
 
 
 def test_directories_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -53,122 +68,66 @@ def test_directories_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     assert [path.name for path in numbered(tmp_path, "checkpoint")] == ["checkpoint-9", "checkpoint-10"]
 
 
-def test_the_oldest_beyond_the_limit_go(tmp_path: Path) -> None:
-    for step in (2, 4, 10):
-        make_checkpoint(tmp_path, step)
+@pytest.mark.parametrize(
+    ("retention", "before", "saved", "best", "after", "said"),
+    [
+        pytest.param(Retention(2), "2 4 10", 0, 0, "10 4", "checkpoint-2, which is over save_total_limit: 2", id="old"),
+        pytest.param(
+            *(LOCAL_RETENTION, "2 4 5", 0, 0, "4 5"),
+            "checkpoint-2, which is over the limit of flex_local_dir: 2",
+            id="two stay in a local tier",
+        ),
+        pytest.param(Retention(None), "2 4", 0, 0, "2 4", "", id="without a limit nothing goes"),
+        pytest.param(Retention(1), "2 4 6l", 0, 0, "4", "", id="the newest complete one stays, and no damaged one"),
+        pytest.param(
+            *(Retention(1), "2l 4l 6l", 0, 0, "2 4 6"),
+            "checkpoint-6 is not complete, so no complete checkpoint is deleted",
+            id="where none is complete none is deleted",
+        ),
+        pytest.param(Retention(1, 2), "2 4d 5 6", 6, 0, "2 6", "", id="one with diverged ties goes at an nth step too"),
+        pytest.param(Retention(1), "2 4 6d", 6, 2, "2 4 6", "", id="beside the best one a complete one stays"),
+        pytest.param(Retention(1), "2 4r 6", 6, 0, "10 6", "", id="one under another name is not counted"),
+        pytest.param(Retention(2), "1o 2 4", 0, 0, "1 2 4", "", id="directories of others are not counted"),
+        pytest.param(
+            *(Retention(1), "2 4m 6m", 4, 0, "4"),  # Nothing looks at files of 4: its save has recorded them.
+            "checkpoint-4 stays under every limit",
+            id="what was just saved is complete by its record",
+        ),
+    ],
+)
+def test_some_checkpoints_over_the_limit_go(
+    tmp_path: Path, retention: Retention, before: str, saved: int, best: int, after: str, said: str
+) -> None:
+    paths = {path.name: path for path in (make(tmp_path, kind) for kind in before.split())}
     lines: list[str] = []
-    delete_over_limit(tmp_path, Retention(2), None, (), lines.append)
-    assert left(tmp_path) == ["checkpoint-10", "checkpoint-4"]
-    (line,) = lines
-    assert "checkpoint-2" in line
-    assert "save_total_limit: 2" in line
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3])
-def test_every_nth_step_stays_beyond_the_limit(tmp_path: Path, limit: int) -> None:
-    for step in range(1, 12):
-        saved = make_checkpoint(tmp_path, step)
-        delete_over_limit(tmp_path, Retention(limit, 4), saved, (), quiet)
-        stay = {one for one in range(1, step + 1) if one % 4 == 0 or one > step - limit}
-        assert left(tmp_path) == sorted(f"checkpoint-{one}" for one in stay)
-
-
-def test_without_a_limit_nothing_goes(tmp_path: Path) -> None:
-    for step in (2, 4):
-        make_checkpoint(tmp_path, step)
-    delete_over_limit(tmp_path, Retention(None), None, (), quiet)
-    assert left(tmp_path) == ["checkpoint-2", "checkpoint-4"]
-
-
-def test_the_newest_whole_one_stays_when_a_newer_one_is_damaged(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 2)
-    make_checkpoint(tmp_path, 4)
-    (make_checkpoint(tmp_path, 6) / "config.json").write_bytes(b"longer than it was")
-    delete_over_limit(tmp_path, Retention(1), None, (), quiet)
-    assert "checkpoint-4" in left(tmp_path)
-
-
-def test_where_none_is_whole_none_is_deleted(tmp_path: Path) -> None:
-    for step in (2, 4, 6):
-        (make_checkpoint(tmp_path, step) / "config.json").write_bytes(b"longer than it was")
-    lines: list[str] = []
-    delete_over_limit(tmp_path, Retention(1), None, (), lines.append)
-    assert left(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-    assert "checkpoint-6 is not complete, so no complete checkpoint is deleted" in lines[0]
-
-
-def part_copies(checkpoint: Path) -> None:
-    """Record that copies of a tied tensor differ."""
-    ties = [DivergedTie(["embedding", "head"], ["model_state head on rank 1, embedding on rank 0"])]
-    write_manifest(checkpoint, replace(read_manifest(checkpoint), ties=ties))
+    needed = [paths[f"checkpoint-{best}"]] if best else []
+    delete_over_limit(tmp_path, retention, paths.get(f"checkpoint-{saved}"), needed, lines.append)
+    assert left(tmp_path) == [f"checkpoint-{step}" for step in after.split()]
+    assert said in "\n".join(lines)
 
 
 @pytest.mark.parametrize(
-    ("limit", "steps", "stay"),
+    ("retention", "steps", "stay"),
     [
-        (1, "w d", "w d"),
-        (1, "w d d", "w d"),
-        (2, "w w d", "w w d"),
-        (2, "w w d d", "w w d"),
-        (2, "w d d d", "w d"),
-        (3, "w d d", "w d d"),
-        (2, "w w d w", "w w"),
-        (2, "w d w w", "w w"),
-        (2, "d d d", "d d"),
+        (Retention(1, 4), "1 2 3 4 5 6 7 8 9 10 11", "11 4 8"),
+        (Retention(2, 4), "1 2 3 4 5 6 7 8 9 10 11", "10 11 4 8"),
+        (Retention(3, 4), "1 2 3 4 5 6 7 8 9 10", "10 4 8 9"),
+        (Retention(1), "1 2d", "1 2"),
+        (Retention(1), "1 2d 3d", "1 3"),
+        (Retention(2), "1 2 3d", "1 2 3"),
+        (Retention(2), "1 2 3d 4d", "1 2 4"),
+        (Retention(2), "1 2d 3d 4d", "1 4"),
+        (Retention(3), "1 2d 3d", "1 2 3"),
+        (Retention(2), "1 2 3d 4", "2 4"),
+        (Retention(2), "1 2d 3 4", "3 4"),
+        (Retention(2), "1d 2d 3d", "2 3"),
     ],
 )
-def test_checkpoints_with_diverged_ties_cost_no_whole_one(tmp_path: Path, limit: int, steps: str, stay: str) -> None:
+def test_diverged_ties_cost_no_complete_checkpoint(tmp_path: Path, retention: Retention, steps: str, stay: str) -> None:
     """Each is saved and rotated in its turn."""
-    for step, kind in enumerate(steps.split(), 1):
-        saved = make_checkpoint(tmp_path, step)
-        if kind == "d":
-            part_copies(saved)
-        delete_over_limit(tmp_path, Retention(limit), saved, (), quiet)
-    kinds = ["d" if read_manifest(tmp_path / name).ties else "w" for name in left(tmp_path)]
-    assert kinds == stay.split()
-    assert f"checkpoint-{len(steps.split())}" in left(tmp_path)
-
-
-def test_a_checkpoint_with_diverged_ties_goes_although_it_is_of_an_nth_step(tmp_path: Path) -> None:
-    for step in (2, 4, 5, 6):
-        make_checkpoint(tmp_path, step)
-    part_copies(tmp_path / "checkpoint-4")
-    delete_over_limit(tmp_path, Retention(1, 2), tmp_path / "checkpoint-6", (), quiet)
-    assert left(tmp_path) == ["checkpoint-2", "checkpoint-6"]
-
-
-def test_the_newest_whole_one_stays_beside_the_best_and_a_newer_one_with_diverged_ties(tmp_path: Path) -> None:
-    best, _, saved = [make_checkpoint(tmp_path, step) for step in (2, 4, 6)]
-    part_copies(saved)
-    delete_over_limit(tmp_path, Retention(1), saved, [best], quiet)
-    assert left(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
-
-
-def test_a_checkpoint_under_another_name_is_neither_counted_nor_deleted(tmp_path: Path) -> None:
-    for step in (2, 4, 6):
-        make_checkpoint(tmp_path, step)
-    (tmp_path / "checkpoint-4").rename(tmp_path / "checkpoint-10")
-    delete_over_limit(tmp_path, Retention(1), tmp_path / "checkpoint-6", (), quiet)
-    assert left(tmp_path) == ["checkpoint-10", "checkpoint-6"]
-
-
-def test_directories_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-1" / "model_state").mkdir(parents=True)
-    for step in (2, 4):
-        make_checkpoint(tmp_path, step)
-    delete_over_limit(tmp_path, Retention(2), None, (), quiet)
-    assert left(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
-
-
-def test_what_was_just_saved_is_whole_by_its_record_and_a_newer_one_by_its_files(tmp_path: Path) -> None:
-    saved, newer = (make_checkpoint(tmp_path, step) for step in (4, 6))
-    make_checkpoint(tmp_path, 2)
-    (saved / WEIGHTS).unlink()  # Nothing looks at it: the save has recorded that it is there.
-    (newer / WEIGHTS).unlink()
-    lines: list[str] = []
-    delete_over_limit(tmp_path, Retention(1), saved, (), lines.append)
-    assert left(tmp_path) == ["checkpoint-4"]
-    assert f"checkpoint-6 is not complete, so {saved} stays under every limit" in lines[0]
+    for kind in steps.split():
+        delete_over_limit(tmp_path, retention, make(tmp_path, kind), (), lambda _: None)
+    assert left(tmp_path) == [f"checkpoint-{step}" for step in stay.split()]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])

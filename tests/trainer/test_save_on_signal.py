@@ -9,6 +9,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,89 +22,135 @@ from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.save_on_signal import WorkerShield
 from tests.harness import tiny
 from tests.harness.limits import LIMIT
-from tests.harness.on_ranks import run_on_ranks
+from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.harness.patching import precede
 from tests.harness.tiny import DP2, PP2, SINGLE, MatrixLayout
 from tests.harness.waiting import pause, wait_for_file, wait_until
-from tests.trainer.jobs import flex_trainer
+from tests.trainer.jobs import callback, few_samples, flex_trainer, trained
 from tests.trainer.test_trainer import settings
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
-SIGNALLED = "tests.trainer.signal_jobs:run_signalled"
+SIGNALLED = f"{__name__}:run_signalled"
 PAGE = Path(__file__).parents[2] / "docs/save-on-signal.md"
 FOR_LONG = 10_000
 """Steps that no test waits for."""
 
 
-def signalled(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, signalled: list[int], **given: Any) -> int:
-    """Train until a signal; the step that all ranks saved last, once, without an evaluation."""
-    arguments = {"max_steps": FOR_LONG, **given.pop("arguments", {})}
-    job = {**settings(layout, output_dir, **arguments), "signalled": signalled, **given}
-    ran = ranks.run(SIGNALLED, layout.nproc, job)
-    ended = ran.values
-    (step,) = {one["step"] for one in ended}
-    assert [one["code"] for one in ended] == [SAVED_ON_SIGNAL] * layout.nproc
-    assert [one["saves"][-1:] for one in ended] == [[step]] * layout.nproc
-    assert all(one["saves"].count(step) == 1 and one["restored"] for one in ended)
-    assert step not in ended[0]["evaluated"]
+def in_numpy(rows: Sequence[Any]) -> dict[str, Any]:
+    """A batch that a forked worker can make, which must not touch Paddle's tensors."""
+    import numpy as np
+
+    return {key: np.stack([np.asarray(row[key]) for row in rows]) for key in rows[0]}
+
+
+def run_signalled(
+    signalled: Sequence[int],
+    event: str = "on_step_end",
+    at: int = 2,
+    name: str = "SIGTERM",
+    group: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train until a signal ends the training; how it ended.
+
+    Args:
+        signalled: the ranks that get the signal.
+        event: the callback in which they get it.
+        at: the step after which they get it.
+        name: the signal.
+        group: whether the workers of data loaders get it too.
+    """
+    from paddleformers_fc.distributed import step_agreement
+
+    step_agreement.IDLE_SECONDS = 0.5
+    saves: list[int] = []
+    evaluated: list[int] = []
+    sent: list[bool] = []
+
+    def send(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step >= at:
+            pause()  # Fewer steps until the ranks have agreed.
+        if state.global_step >= at and not sent and args.process_index in signalled:
+            sent.append(True)
+            # Paddle's workers end well on a signal of their parent, so another process sends it to the group.
+            target = -os.getpid() if group else os.getpid()
+            command = ["kill", "-s", name.removeprefix("SIG"), "--", str(target)]
+            subprocess.run(command, check=True, start_new_session=True)
+
+    noting = callback(
+        on_save=lambda args, state, *_, **__: saves.append(state.global_step),
+        on_evaluate=lambda args, state, *_, **__: evaluated.append(state.global_step),
+        **{event: send},
+    )
+    before = signal.getsignal(signal.Signals[name])
+    if group:
+        settings["data_collator"] = in_numpy
+    trainer = flex_trainer(**settings, eval_dataset=few_samples(), callbacks=[noting])
+    code = None
+    try:
+        trainer.train()
+    except SystemExit as end:
+        code = end.code
+    restored = signal.getsignal(signal.Signals[name]) == before
+    return {
+        "code": code,
+        "step": trainer.state.global_step,
+        "saves": saves,
+        "evaluated": evaluated,
+        "restored": restored,
+    }
+
+
+def assert_resumes(layout: MatrixLayout, directory: Path, step: int, arguments: dict[str, Any]) -> None:
+    """A run on these ranks that resumes at the saved step equals one that was not interrupted."""
+    given = {"max_steps": step + 2, "save_steps": step + 2, **arguments}
+    whole = trained(layout, directory / "whole", given)
+    resumed = trained(layout, directory / "resumed", given, resume=directory / "out" / f"checkpoint-{step}")
+    assert whole.losses[step:] == resumed.losses
+    one, other = (directory / name / f"checkpoint-{step + 2}" for name in ("whole", "resumed"))
+    assert list(canonical_digests(one)) == list(canonical_digests(other))
+
+
+# Every step saves and evaluates, so the last one would do both without a signal too.
+EVERY_STEP = {"save_steps": 1, "save_total_limit": 2, "evaluation_strategy": "steps", "eval_steps": 1}
+ACCUMULATED = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+BESIDE = {**ACCUMULATED, "flex_async_save": True}
+BEST = {**EVERY_STEP, "load_best_model_at_end": True}
+EPOCHS = {"per_device_train_batch_size": tiny.SAMPLES, "save_strategy": "epoch", "evaluation_strategy": "epoch"}
+"""Every step is the last one of an epoch."""
+
+Case = tuple[MatrixLayout, list[int], dict[str, Any], dict[str, Any], dict[str, Any] | None]
+CASES: dict[str, Case] = {
+    "one of two ranks": (DP2, [1], {}, {}, {}),
+    "one of two stages": (PP2, [1], {}, {}, {}),
+    "both ranks": (DP2, [0, 1], {"name": "SIGUSR2"}, {"flex_save_on_signal": "SIGUSR2"}, None),
+    "during accumulation": (SINGLE, [0], {"event": "on_substep_end"}, {**BEST, **ACCUMULATED}, ACCUMULATED),
+    "during accumulation, beside steps": (SINGLE, [0], {"event": "on_substep_end"}, {**BEST, **BESIDE}, BESIDE),
+    "at the end of an epoch": (SINGLE, [0], {}, EPOCHS, None),
+    "workers of the data loader too": (SINGLE, [0], {"group": True, "at": 9}, {"dataloader_num_workers": 2}, None),
+}
+"""Layout, ranks that get a signal, which and when, options of the run, and those of the run that resumes, if any."""
+NOT_CHOSEN = ("one of two stages", "during accumulation")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name in NOT_CHOSEN else pytest.mark.chosen) for name in CASES]
+)
+def test_all_ranks_save_one_whole_step_once_after_a_signal(ranks: ForkServer, tmp_path: Path, case: str) -> None:
+    layout, signalled, given, arguments, again = CASES[case]
+    job = settings(layout, tmp_path / "out", **{"max_steps": FOR_LONG, **arguments})
+    ran = ranks.run(SIGNALLED, layout.nproc, {**job, "signalled": signalled, **given})
+    (step,) = {one["step"] for one in ran.values}
+    for ended in ran.values:
+        assert (ended["code"], ended["saves"][-1:], ended["saves"].count(step)) == (SAVED_ON_SIGNAL, [step], 1)
+        assert ended["restored"]
+        assert step not in ended["evaluated"]
     assert "The model now has the weights of its best checkpoint" not in ran.logs[0].read_text()
-    return step
-
-
-def train_and_resume(layout: MatrixLayout, directory: Path, step: int, arguments: dict[str, Any]) -> None:
-    last = step + 2
-    losses = []
-    for name, resume in (("whole", None), ("resumed", str(directory / "out" / f"checkpoint-{step}"))):
-        given = {"max_steps": last, "save_steps": last, **arguments}
-        trainer = flex_trainer(layout.to_json(), str(directory / name), given)
-        trainer.train(resume_from_checkpoint=resume)
-        losses.append(trainer.losses)
-    assert losses[0][step:] == losses[1]
-
-
-def assert_resumes(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, step: int, **arguments: Any) -> None:
-    """A run that resumes at the saved step equals one that was not interrupted."""
-    given = {"layout": layout, "directory": tmp_path, "step": step, "arguments": arguments}
-    run_on_ranks(ranks, layout.nproc, train_and_resume, **given)
-    last = f"checkpoint-{step + 2}"
-    whole, resumed = (list(canonical_digests(tmp_path / name / last)) for name in ("whole", "resumed"))
-    assert whole == resumed
-
-
-@pytest.mark.parametrize("layout", [DP2, PP2], ids=lambda layout: layout.name)
-def test_all_ranks_save_if_one_gets_the_signal_and_resume_as_if_uninterrupted(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
-) -> None:
-    step = signalled(ranks, layout, tmp_path / "out", [1])
-    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == [f"checkpoint-{step}"]
-    assert_resumes(ranks, tmp_path, layout, step)
-
-
-def test_ranks_that_all_get_the_signal_save_once(ranks: ForkServer, tmp_path: Path) -> None:
-    step = signalled(ranks, DP2, tmp_path / "out", [0, 1], name="SIGUSR2", arguments={"flex_save_on_signal": "SIGUSR2"})
-    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == [f"checkpoint-{step}"]
-
-
-@pytest.mark.parametrize("beside", [True, False], ids=["beside steps", "in steps"])
-def test_a_signal_during_accumulation_saves_a_whole_step(ranks: ForkServer, tmp_path: Path, beside: bool) -> None:
-    accumulated = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "flex_async_save": beside}
-    # Every step saves and evaluates, so the last one would do both without a signal too.
-    given = {"save_steps": 1, "save_total_limit": 2, "evaluation_strategy": "steps", "eval_steps": 1}
-    given |= {"load_best_model_at_end": True, **accumulated}
-    step = signalled(ranks, SINGLE, tmp_path / "out", [0], event="on_substep_end", arguments=given)
-    assert_resumes(ranks, tmp_path, SINGLE, step, **accumulated)
-
-
-def test_a_signal_at_the_end_of_an_epoch_saves_its_last_step_once(ranks: ForkServer, tmp_path: Path) -> None:
-    # Every step is the last one of an epoch.
-    given = {"per_device_train_batch_size": tiny.SAMPLES, "save_strategy": "epoch", "evaluation_strategy": "epoch"}
-    signalled(ranks, SINGLE, tmp_path / "out", [0], arguments=given)
-
-
-def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_data_loader(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    signalled(ranks, SINGLE, tmp_path / "out", [0], group=True, at=9, arguments={"dataloader_num_workers": 2})
+    assert (tmp_path / f"out/checkpoint-{step}").exists()
+    if again is not None:
+        resumed = {"layout": layout, "directory": tmp_path, "step": step, "arguments": again}
+        run_on_ranks(ranks, layout.nproc, assert_resumes, **resumed)
 
 
 @pytest.mark.parametrize("handles", [False, True], ids=["default", "own handler"])
@@ -129,17 +177,30 @@ def wait_to_be_ended(directory: Path, handles: bool) -> None:
 
 
 @pytest.mark.parametrize("layout", [SINGLE, pytest.param(PP2, marks=pytest.mark.slow)], ids=lambda layout: layout.name)
-def test_two_signals_while_a_save_is_under_way_commit_it_and_the_last_step(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
-) -> None:
+@on_ranks()
+def test_two_signals_in_a_save_commit_it_and_the_last_step(layout: MatrixLayout, tmp_path: Path) -> None:
+    """The signals come while the first save is written."""
+    from paddleformers_fc.execute import save
+
+    sent, saves = threading.Event(), []
+
+    def send(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step:
+            pause()  # Fewer steps until the ranks have agreed.
+            for _ in range(0 if sent.is_set() else 2):
+                os.kill(os.getpid(), signal.SIGTERM)
+            sent.set()
+
+    precede(save, "_write_files", lambda *_: sent.wait(LIMIT))
+    noting = callback(on_step_begin=send, on_save=lambda args, state, *_, **__: saves.append(state.global_step))
     given = {"max_steps": FOR_LONG, "save_steps": 1, "flex_async_save": True}
-    job = {**settings(layout, tmp_path / "out", **given)}
-    ended = ranks.run("tests.trainer.signal_jobs:run_signalled_while_saving", layout.nproc, job).values
-    (step,) = {one["step"] for one in ended}
-    steps = list(range(1, step + 1))
-    assert [(one["code"], one["saves"]) for one in ended] == [(SAVED_ON_SIGNAL, steps)] * layout.nproc
-    assert {path.name for path in (tmp_path / "out").iterdir()} >= {f"checkpoint-{one}" for one in steps}
-    assert_resumes(ranks, tmp_path, layout, step)
+    trainer = flex_trainer(layout, tmp_path / "out", given, callbacks=[noting])
+    with pytest.raises(SystemExit) as end:
+        trainer.train()
+    step = trainer.state.global_step
+    assert (end.value.code, saves) == (SAVED_ON_SIGNAL, list(range(1, step + 1)))
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {f"checkpoint-{one}" for one in saves}
+    assert_resumes(layout, tmp_path, step, {})
 
 
 def test_off_leaves_the_signal_to_the_process(ranks: ForkServer, tmp_path: Path) -> None:
@@ -156,17 +217,32 @@ def test_the_signal_of_stack_dumps_is_refused_with_its_reason() -> None:
     assert line.endswith("SIGHUP: ranks write their stacks on it")
 
 
+SCRIPT = """
+import sys
+from pathlib import Path
+
+from paddleformers_fc import cpu_runtime
+
+cpu_runtime.activate()
+
+from tests.harness.tiny import DP2
+from tests.trainer.jobs import callback, trained
+
+def started(args, *_, **__):
+    Path(sys.argv[1], f"started-{args.process_index}").touch()
+
+trained(DP2, sys.argv[1], {"max_steps": 100_000}, callbacks=[callback(on_step_end=started)])
+"""
+
+
 @pytest.mark.slow
 def test_ranks_of_paddles_launcher_save_when_it_is_ended(tmp_path: Path) -> None:
     (port,) = free_ports(1)
+    (tmp_path / "script.py").write_text(SCRIPT)
     launcher = [sys.executable, "-m", "paddle.distributed.launch", "--master", f"127.0.0.1:{port}", "--nnodes", "1"]
-    script = ["--nproc_per_node", "2", str(Path(__file__).with_name("signal_script.py")), str(tmp_path)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "PADDLE_DISTRI_BACKEND": "gloo",
-        "OMP_NUM_THREADS": "1",
-    }
+    script = ["--nproc_per_node", "2", str(tmp_path / "script.py"), str(tmp_path)]
+    own = {"PYTHONPATH": str(PAGE.parents[1]), "PADDLE_DISTRI_BACKEND": "gloo", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **own}
     (line,) = re.findall(r"^(pkill .*?) +#", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     # Other launchers of this machine are not ended.
     command = [*shlex.split(line), "--parent", str(os.getpid())]

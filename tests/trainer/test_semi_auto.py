@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -14,69 +15,133 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc.errors import FlexError
-from tests.harness.on_ranks import on_ranks
+from tests.harness import tiny
+from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import DP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout
-from tests.trainer.jobs import TO_BEST, few_samples
-from tests.trainer.semi_auto_jobs import trainer_of
+from tests.trainer import semi_auto_jobs as jobs
+from tests.trainer.jobs import TO_BEST, callback, few_samples
+from tests.trainer.semi_auto_jobs import one_device, semi_auto
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 from verification.matrix.layouts import parse_layout
 
-JOBS = "tests.trainer.semi_auto_jobs"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "semi-auto.md"
 WRITE = "FLEX_WRITE_SEMI_AUTO"
 BEGIN, END = "<!-- semi-auto: losses -->\n", "<!-- end -->\n"
 
 
-def test_boxes_are_those_of_paddles_own_local_values(ranks: ForkServer) -> None:
-    for count, wrong in ranks.run(f"{JOBS}:boxes", 4).values:
-        assert not wrong
-        assert count > 200
+@on_ranks(4)
+def test_boxes_are_those_of_paddles_own_local_values() -> None:
+    import numpy as np
+    import paddle
+    import paddle.distributed as dist
+
+    from paddleformers_fc.trainer.dist_tensors import shard_of_rank
+
+    dist.init_parallel_env()
+    meshes = [dist.ProcessMesh(ranks) for ranks in ([[0, 1], [2, 3]], [[3, 1], [0, 2]], [3, 1, 0, 2], [1, 2])]
+    count = 0
+    for mesh, shape in product(meshes, [(8, 4), (5, 4), (7, 3), (3, 6), (1, 4), (2, 2), (6,), (3, 5, 7)]):
+        kinds = [dist.Replicate(), *(dist.Shard(axis) for axis in range(len(shape)))]
+        cases = [list(one) for one in product(kinds, repeat=len(mesh.shape))]
+        if len(mesh.shape) > 1:
+            cases.append([dist.Shard(0, shard_order=1), dist.Shard(0, shard_order=0)])
+        for placements in cases:
+            whole = np.arange(np.prod(shape), dtype="float32").reshape(shape)
+            try:
+                tensor = dist.shard_tensor(paddle.to_tensor(whole), mesh, placements)
+            except ValueError:
+                continue  # Paddle cannot make a part that begins behind the end.
+            shard, own, mine = shard_of_rank("w", tensor), np.empty(0), np.empty(0)
+            if dist.get_rank() in mesh.process_ids:
+                own = tensor._local_value().numpy().reshape(-1)
+            if shard is not None:
+                lengths = zip(shard.global_offset, shard.local_shape, strict=True)
+                mine = whole[tuple(slice(begin, begin + size) for begin, size in lengths)].reshape(-1)
+            count += 1
+            np.testing.assert_array_equal(own, mine, f"{shape} on {mesh.process_ids} {placements}")
+    assert count > 200
 
 
-def saved(ranks: ForkServer, layout: MatrixLayout, place: Path, **settings: Any) -> Path:
-    """A checkpoint of hybrid parallelism after one step, and all of its tensors beside it."""
-    given = {"layout": layout.to_json(), "output_dir": str(place), "arguments": {"max_steps": 1, "save_steps": 1}}
-    ranks.run("tests.trainer.jobs:run", layout.nproc, {**given, **settings})
-    checkpoint = place / "checkpoint-1"
-    whole = {"source": str(checkpoint), "target": str(place / "whole.npz")}
-    ranks.run(f"{JOBS}:whole", 1, whole | {"model_type": settings.get("model_type", "llama")})
-    return checkpoint
+def load(source: Path, weights: Path | None, scheme: str, model_type: str, target: Path) -> int:
+    """Load a state dict of ``DistTensors``, whose local values are Paddle's own shards of a load into one device.
+
+    Args:
+        source: a checkpoint.
+        weights: a directory of open weights, which are loaded once more.
+        scheme: a name of :data:`SCHEMES`.
+        model_type: ``llama`` or ``ernie4_5_moe``.
+        target: where to save the state dict afterwards.
+
+    Returns:
+        the number of local values.
+    """
+    import paddle
+    import paddle.distributed as dist
+
+    from paddleformers_fc.trainer import live_roles
+
+    dist.init_parallel_env()
+    alone = one_device(model_type)
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=alone.parameters())
+    paddleformers_fc.load(source, alone, optimizer)
+    roles = live_roles.run_roles(alone, optimizer).values()
+    wholes = {name: one.local_tensor.numpy() for role in roles for name, one in role.items()}
+    model = semi_auto(scheme, model_type)
+    state_dict = dict(model.state_dict())
+    if scheme != "stages2":  # Paddle's CPU build crashes where it creates states of parameters of other ranks.
+        state_dict |= dist.shard_optimizer(paddle.optimizer.AdamW(0.01, parameters=model.parameters())).state_dict()
+    for tensor in state_dict.values():
+        if tensor._is_initialized():
+            tensor._local_value().fill_(7.0)
+    paddleformers_fc.load(state_dict, source)
+    named = {parameter.name: name for name, parameter in sorted(model.state_dict().items(), reverse=True)}
+    count = 0
+    for key, tensor in state_dict.items():
+        if dist.get_rank() not in tensor.process_mesh.process_ids:
+            continue
+        static = next((one for one in named if key.startswith(f"{one}_")), None)
+        name = key if static is None else f"{named[static]}.{key.removeprefix(f'{static}_')}"
+        own = dist.shard_tensor(paddle.to_tensor(wholes[name]), tensor.process_mesh, tensor.placements)
+        count += 1
+        assert own._local_value().numpy().tobytes() == tensor._local_value().numpy().tobytes(), name
+    paddleformers_fc.save(state_dict, target, step=1, config=model.config)
+    if weights is not None:
+        mine = {name: one for name, one in model.state_dict().items() if one._is_initialized()}
+        before = {name: one._local_value().numpy().copy() for name, one in mine.items()}
+        for tensor in mine.values():
+            tensor._local_value().fill_(7.0)
+        paddleformers_fc.load(model.state_dict(), weights)
+        assert [name for name, one in mine.items() if (one._local_value().numpy() != before[name]).any()] == []
+    return count
 
 
 @pytest.mark.parametrize(
-    ("layout", "scheme", "nproc"),
+    ("layout", "scheme", "nproc", "model_type"),
     [
-        pytest.param(PP2, "mp2", 2, marks=pytest.mark.chosen),
-        (SINGLE, "both2x2", 4),
-        (SD2V1, "rows3", 3),
-        (SD2S3, "stages2", 2),
-        pytest.param(TP2SD2V2, "dp2mp2", 4, marks=pytest.mark.slow),
+        pytest.param(PP2, "mp2", 2, "llama", marks=pytest.mark.chosen),
+        pytest.param(TP2, "mp2", 2, "ernie4_5_moe", marks=pytest.mark.chosen),
+        (SINGLE, "both2x2", 4, "llama"),
+        (SD2V1, "rows3", 3, "llama"),
+        (SD2S3, "stages2", 2, "llama"),
+        pytest.param(TP2SD2V2, "dp2mp2", 4, "llama", marks=pytest.mark.slow),
     ],
     ids=lambda one: getattr(one, "name", one),
 )
 def test_every_local_shard_is_loaded_from_hybrid_parallelism_and_saved(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, scheme: str, nproc: int
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, scheme: str, nproc: int, model_type: str
 ) -> None:
-    source = saved(ranks, layout, tmp_path)
-    given = {"source": str(source), "expected": str(tmp_path / "whole.npz"), "scheme": scheme}
-    paddleformers_fc.open(source).export(tmp_path / "hf")
-    given |= {"target": str(tmp_path / "again/checkpoint-1"), "weights": str(tmp_path / "hf")}
-    found = ranks.run(f"{JOBS}:load", nproc, given).values
-    assert [wrong for _, wrong in found] == [[]] * nproc
-    assert sum(count for count, _ in found) >= 39
-    again = {(one.role, one.name): one.md5 for one in canonical_digests(tmp_path / "again/checkpoint-1")}
-    weights_alone = scheme == "stages2"
-    kept = [one for one in canonical_digests(source) if one.role == "model_state" or not weights_alone]
+    """Also of fused layers, which tensor-parallel ranks lay out in another way than one device."""
+    given = {"layout": layout.to_json(), "output_dir": str(tmp_path), "arguments": {"max_steps": 1, "save_steps": 1}}
+    ranks.run("tests.trainer.jobs:run", layout.nproc, {**given, "model_type": model_type})
+    source, target, weights = tmp_path / "checkpoint-1", tmp_path / "again/checkpoint-1", None
+    if model_type == "llama":
+        weights = paddleformers_fc.open(source).export(tmp_path / "hf").directory
+    settings = {"source": source, "weights": weights, "scheme": scheme, "model_type": model_type, "target": target}
+    assert sum(run_on_ranks(ranks, nproc, load, **settings)) >= 39
+    again = {(one.role, one.name): one.md5 for one in canonical_digests(target)}
+    kept = [one for one in canonical_digests(source) if one.role == "model_state" or scheme != "stages2"]
     assert again == {(one.role, one.name): one.md5 for one in kept}
-
-
-def test_fused_layers_of_tensor_parallel_ranks_become_those_of_one_device(ranks: ForkServer, tmp_path: Path) -> None:
-    source = saved(ranks, TP2, tmp_path, model_type="ernie4_5_moe")
-    given = {"source": str(source), "expected": str(tmp_path / "whole.npz"), "scheme": "mp2"}
-    given |= {"target": str(tmp_path / "again/checkpoint-1"), "model_type": "ernie4_5_moe"}
-    assert [wrong for _, wrong in ranks.run(f"{JOBS}:load", 2, given).values] == [[], []]
-    assert list(canonical_digests(tmp_path / "again/checkpoint-1")) == list(canonical_digests(source))
 
 
 @on_ranks(2)
@@ -143,20 +208,9 @@ def test_a_state_dict_that_cannot_be_placed_is_refused_with_the_reason(tmp_path:
 LIMIT = 1e-5
 """The largest difference of a loss; published are 1e-6 to 5e-5 for PaddleNLP's converter."""
 
-STRATEGIES: Mapping[str, Mapping[str, Any]] = {
-    "dp2": {},
-    "tp2": {},
-    "pp2": {},
-    "sd2v1": {},
-    "sd2s2": {},
-    "sd2v2": {},
-    "sd2s3": {},
-    "pp4vpp2+tp2": {"num_hidden_layers": 8},
-    "tp2+sd2v1": {},
-    "tp2+pp2+sd2v1": {},
-    "tp2+pp2+sd2v2": {},
-}
-"""Layouts of hybrid runs, with overrides of the model's configuration."""
+STRATEGIES = ("dp2", "tp2", "pp2", "sd2v1", "sd2s2", "sd2v2", "sd2s3")
+STRATEGIES += ("pp4vpp2+tp2", "tp2+sd2v1", "tp2+pp2+sd2v1", "tp2+pp2+sd2v2")
+"""Layouts of hybrid runs."""
 
 STOCK = {"save_checkpoint_format": "", "load_checkpoint_format": "", "save_to_hf": False}
 OF_OTHERS = {"sharding_io": ("sd2v1", "sd2v2", "tp2+sd2v1"), "Paddle's FlexCheckpoint": ("tp2", "sd2v2")}
@@ -186,26 +240,65 @@ def is_slow(strategy: str, kind: str) -> bool:
     return "+" in strategy or kind in ("legacy hybrid", "sharding_io")
 
 
+def write_batches(output_dir: Path, target: Path) -> None:
+    """Write the tokens and labels that the Trainer gives to every layout in steps 3 to 5 as ``.npz``."""
+    import numpy as np
+
+    args = tiny.training_arguments(SINGLE, str(output_dir))
+    loader = tiny.trainer(tiny.build("llama", SINGLE, args), args).get_train_dataloader()
+    found = [*islice(loader, 2, 5)]
+    np.savez(target, **{key: np.stack([one[key].numpy() for one in found]) for key in ("input_ids", "labels")})
+
+
 @pytest.fixture(scope="module")
 def data(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The batches of the first five steps."""
+    """The batches of steps 3 to 5."""
     place = tmp_path_factory.mktemp("batches")
-    given = {"output_dir": str(place / "run"), "target": str(place / "batches.npz"), "steps": 5}
-    ranks.run(f"{JOBS}:batches", 1, given)
+    run_on_ranks(ranks, 1, write_batches, output_dir=place / "run", target=place / "batches.npz")
     return place / "batches.npz"
+
+
+def train_on(batches: Path, source: Path, model: dict[str, Any]) -> list[float]:
+    """Resume a checkpoint on a mesh of two ranks in a loop; the losses.
+
+    Args:
+        batches: what :func:`write_batches` has written.
+        source: the checkpoint.
+        model: overrides of the model's configuration.
+    """
+    import numpy as np
+    import paddle
+    import paddle.distributed as dist
+
+    layer = semi_auto("mp2", **model)
+    clip = paddle.nn.ClipGradByGlobalNorm(1.0)
+    plain = paddle.optimizer.AdamW(0.01, parameters=layer.parameters(), weight_decay=0.0, grad_clip=clip)
+    optimizer = dist.shard_optimizer(plain)
+    # Checkpoints of stock Trainers do not contain the configuration.
+    paddleformers_fc.load({**layer.state_dict(), **optimizer.state_dict()}, source, config=layer.config)
+    data, mesh, losses = np.load(batches), dist.ProcessMesh([0, 1]), []
+    for tokens, labels in zip(data["input_ids"], data["labels"], strict=True):
+        placed = [dist.shard_tensor(paddle.to_tensor(one), mesh, [dist.Replicate()]) for one in (tokens, labels)]
+        loss = layer(input_ids=placed[0], labels=placed[1])[0]
+        loss.backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        losses.append(float(loss))
+    return losses
 
 
 def losses(
     ranks: ForkServer, data: Path, place: Path, strategy: str, kind: str
 ) -> tuple[Sequence[float], Sequence[float]]:
     """The losses of steps 3 to 5 of a hybrid run, and of a semi-automatic one that resumes its checkpoint of step 2."""
-    layout, model, options = parse_layout(strategy), STRATEGIES[strategy], FORMATS[kind]
+    layout, options = parse_layout(strategy), FORMATS[kind]
+    model = {"num_hidden_layers": 8} if "vpp" in strategy else {}
     arguments = {"max_steps": 5, "save_steps": 2, **(options or {})}
     given = {"layout": layout.to_json(), "output_dir": str(place), "model": model, "arguments": arguments}
     hybrid = ranks.run("tests.formats.jobs:train", layout.nproc, {**given, "ours": options is None}).values[-1]
     assert "error" not in hybrid, hybrid
-    resume = {"scheme": "mp2", "batches": str(data), "steps": [2, 3, 4], "source": str(place / "checkpoint-2")}
-    found = ranks.run(f"{JOBS}:train", 2, {**resume, "model": model}).values
+    resume = {"batches": data, "source": place / "checkpoint-2", "model": model}
+    found = run_on_ranks(ranks, 2, train_on, **resume)
     assert found[0] == found[1]
     return hybrid["losses"][2:], found[0]
 
@@ -246,20 +339,6 @@ def test_a_semi_automatic_run_continues_the_losses_of_a_hybrid_one(
     assert semi_auto == pytest.approx(hybrid, rel=0, abs=LIMIT)
 
 
-@pytest.mark.parametrize(("scheme", "layout"), [("mp2", TP2), ("dp2mp2", SINGLE)], ids=["mp2", "dp2mp2"])
-def test_a_hybrid_run_continues_the_losses_of_a_semi_automatic_one(
-    ranks: ForkServer, data: Path, tmp_path: Path, scheme: str, layout: MatrixLayout
-) -> None:
-    nproc, saved_at = (2 if scheme == "mp2" else 4), tmp_path / "checkpoint-2"
-    first = {"scheme": scheme, "batches": str(data), "steps": [0, 1], "target": str(saved_at)}
-    ranks.run(f"{JOBS}:train", nproc, first)
-    rest = {"scheme": scheme, "batches": str(data), "steps": [2, 3, 4], "source": str(saved_at)}
-    expected = ranks.run(f"{JOBS}:train", nproc, rest).values[0]
-    given = {"layout": layout.to_json(), "output_dir": str(tmp_path), "batches": str(data), "steps": [2, 3, 4]}
-    found = ranks.run(f"{JOBS}:train_hybrid", layout.nproc, {**given, "source": str(saved_at)}).values[0]
-    assert found == pytest.approx(expected, rel=0, abs=LIMIT)
-
-
 def test_the_page_has_the_losses_of_every_strategy_and_format() -> None:
     table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     assert table.startswith(HEADER)
@@ -271,10 +350,37 @@ def test_the_page_has_the_losses_of_every_strategy_and_format() -> None:
 # ---- PaddleFormers' Trainer.
 
 
+def run_trainer(
+    layout: MatrixLayout,
+    output_dir: Path,
+    semi_auto: bool,
+    arguments: dict[str, Any],
+    resume: Path | None = None,
+    any_order: bool = True,
+) -> list[float]:
+    """Train with the Trainer, and save what was loaded before the first step; the losses.
+
+    Args:
+        semi_auto: whether to use the semi-automatic mode.
+        any_order: whether to train on one sample alone.
+    """
+
+    def save(*_: Any, **__: Any) -> None:
+        if resume is not None:
+            trainer._save_checkpoint(trainer.model)
+
+    data = {"train_dataset": jobs.OneSample()} if any_order else {}
+    given = {"max_steps": 5, **arguments}
+    trainer = jobs.trainer_of(layout, output_dir, semi_auto, given, callbacks=[callback(on_train_begin=save)], **data)
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    losses: list[float] = trainer.losses
+    return losses
+
+
 def train(ranks: ForkServer, layout: MatrixLayout, place: Path, semi_auto: bool, **settings: Any) -> list[float]:
     """The losses of a Trainer on every rank, which are equal."""
-    given = {"layout": layout.to_json(), "output_dir": str(place), "semi_auto": semi_auto, **settings}
-    first, *others = ranks.run(f"{JOBS}:run_trainer", layout.nproc, given).values
+    given = {"layout": layout, "output_dir": place, "semi_auto": semi_auto, **settings}
+    first, *others = run_on_ranks(ranks, layout.nproc, run_trainer, **given)
     assert all(one == first for one in others)
     return list(first)
 
@@ -283,31 +389,27 @@ def test_the_semi_automatic_trainer_resumes_its_own_run(ranks: ForkServer, tmp_p
     given = {"arguments": {"save_steps": 2}, "any_order": False}
     whole = train(ranks, DP2, tmp_path / "whole", True, **given)
     source = tmp_path / "whole/checkpoint-2"
-    assert train(ranks, DP2, tmp_path / "again", True, resume=str(source), **given) == whole[2:]
+    assert train(ranks, DP2, tmp_path / "again", True, resume=source, **given) == whole[2:]
     assert list(canonical_digests(tmp_path / "again/checkpoint-2")) == list(canonical_digests(source))
 
 
 @on_ranks(layout=DP2)
-def test_the_best_weights_of_a_semi_automatic_run_are_evaluated_after_it(layout: MatrixLayout, tmp_path: Path) -> None:
+def test_the_best_weights_of_a_semi_automatic_run_are_evaluated_after_it(tmp_path: Path) -> None:
     """The evaluation before has left the last layers gathered."""
-    trainer = trainer_of(layout.to_json(), str(tmp_path), True, {**TO_BEST, "max_steps": 3}, eval_dataset=few_samples())
+    trainer = jobs.trainer_of(DP2, tmp_path, True, {**TO_BEST, "max_steps": 3}, eval_dataset=few_samples())
     trainer.train()
     assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
 
 
 @pytest.mark.parametrize("layout", [SD2V2, PP2], ids=lambda one: one.name)
-def test_the_trainer_goes_from_hybrid_to_semi_automatic_parallelism_and_back(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
-) -> None:
+def test_the_trainer_goes_to_semi_automatic_and_back(ranks: ForkServer, tmp_path: Path, layout: MatrixLayout) -> None:
     saving, skipping = {"save_steps": 2}, {"ignore_data_skip": True}
     hybrid = train(ranks, layout, tmp_path / "hybrid", False, arguments=saving)
-    source = tmp_path / "hybrid/checkpoint-2"
-    there = train(ranks, DP2, tmp_path / "there", True, resume=str(source), arguments=skipping)
-    back = train(
-        ranks, layout, tmp_path / "back", False, resume=str(tmp_path / "there/checkpoint-2"), arguments=skipping
-    )
+    source, between = tmp_path / "hybrid/checkpoint-2", tmp_path / "there/checkpoint-2"
+    there = train(ranks, DP2, tmp_path / "there", True, resume=source, arguments=skipping)
+    back = train(ranks, layout, tmp_path / "back", False, resume=between, arguments=skipping)
     assert there == pytest.approx(hybrid[2:], rel=0, abs=LIMIT)
     assert back == pytest.approx(hybrid[2:], rel=0, abs=LIMIT)
     expected = list(canonical_digests(source))
-    assert list(canonical_digests(tmp_path / "there/checkpoint-2")) == expected
+    assert list(canonical_digests(between)) == expected
     assert list(canonical_digests(tmp_path / "back/checkpoint-2")) == expected

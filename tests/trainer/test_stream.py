@@ -21,21 +21,32 @@ import paddleformers_fc
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.storage.safetensors import read_header
 from tests.harness.limits import LIMIT
-from tests.harness.on_ranks import on_ranks
+from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.harness.patching import precede
 from tests.harness.tiny import EP2, PP2, SD2S3, SD2V1, SINGLE, TP2, TP2PP2, MatrixLayout
-from tests.trainer.jobs import flex_trainer
-from tests.trainer.stream_jobs import RECEIVED, digests_of
+from tests.trainer.jobs import callback, flex_trainer, trained
+from tests.trainer.lora_jobs import trainer_of
 from tests.trainer.test_pretrained import weights_of
 from verification.forkserver import ForkServer
 
-JOBS = "tests.trainer.stream_jobs"
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/stream_weights.py"
 ENGINE = os.environ.get("ENGINE_PYTHON", "")
 """An interpreter with PyTorch and Transformers, which cannot be in the environment of PaddleFormers."""
 ERNIE = {"model_type": "ernie4_5_moe"}
 TIED = {"model": {"tie_word_embeddings": True}}
-SAVED = {"arguments": {"save_steps": 2}}
-PUSHED = f"{JOBS}.Pushed"
+TWO = {"max_steps": 2, "save_steps": 2}
+
+
+def digests_of(stream: Any) -> dict[str, str]:
+    """The digests of the tensors of a stream by name, in the order in which they come."""
+    from paddleformers_fc.execute.memory import host_view
+
+    found: dict[str, str] = {}
+    for name, tensor in stream:
+        view = host_view(tensor)
+        assert view is not None
+        found[name] = hashlib.md5(view.tobytes()).hexdigest()
+    return found
 
 
 def exported(directory: Path) -> dict[str, str]:
@@ -49,15 +60,41 @@ def exported(directory: Path) -> dict[str, str]:
     return found
 
 
-def job(layout: MatrixLayout, place: Path, **settings: Any) -> dict[str, Any]:
-    arguments = {"max_steps": 2, **settings.pop("arguments", {})}
-    return {"layout": layout.to_json(), "output_dir": str(place), "arguments": arguments, **settings}
-
-
 def export_of(checkpoint: Path, target: Path, **options: Any) -> dict[str, str]:
     """The digests of the tensors of a checkpoint's export."""
     paddleformers_fc.open(checkpoint).export(target, **options)
     return exported(target)
+
+
+def after_training(
+    layout: MatrixLayout,
+    output_dir: Path,
+    streams: dict[str, Any],
+    base: Path | None = None,
+    united: bool = False,
+    **settings: Any,
+) -> dict[str, dict[str, str]]:
+    """Train, stream in several ways, and export; the digests of every stream by its name.
+
+    Args:
+        output_dir: of the training and of the export.
+        streams: arguments of every stream by its name.
+        base: the files of the base of adapters.
+        united: whether pieces go by one array to all ranks, as to many receivers.
+    """
+    from paddleformers_fc.execute import stream
+
+    trainer = (
+        flex_trainer(layout, output_dir, TWO, **settings)
+        if base is None
+        else trainer_of(layout, output_dir, TWO, base=str(base))
+    )
+    trainer.train()
+    if united:
+        stream.MAX_DIRECT_RECEIVERS = 0
+    found = {way: digests_of(paddleformers_fc.stream(trainer.model, **given)) for way, given in streams.items()}
+    trainer.model.save_pretrained(f"{output_dir}/hf", max_shard_size=60_000)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -72,28 +109,26 @@ def export_of(checkpoint: Path, target: Path, **options: Any) -> dict[str, str]:
 def test_a_stream_and_an_export_of_a_live_model_have_the_bytes_of_an_export_of_its_checkpoint(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, settings: dict[str, Any]
 ) -> None:
-    streams = {"all": {}, "small": {"max_bytes": 1 << 14}, "first": {"to": "first"}, "last": {"to": [layout.nproc - 1]}}
-    given = job(layout, tmp_path, streams=streams, **SAVED, **settings)
-    results = ranks.run(f"{JOBS}:after_training", layout.nproc, given).values
+    last = layout.nproc - 1
+    streams = {"all": {}, "small": {"max_bytes": 1 << 14}, "first": {"to": "first"}, "last": {"to": [last]}}
+    given = {"layout": layout, "output_dir": tmp_path, "streams": streams, **settings}
+    results = run_on_ranks(ranks, layout.nproc, after_training, **given)
     expected = export_of(tmp_path / "checkpoint-2", tmp_path / "command", max_shard_bytes=60_000)
     files = {path.name for path in (tmp_path / "command").glob("*model*")}
     assert len(files) > 3
     for name in files:
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "command" / name).read_bytes()
-    for rank, result in enumerate(results):
-        got = result["streams"]
+    for rank, got in enumerate(results):
         assert got["all"] == got["small"] == expected
-        assert got["first"] == (expected if rank == 0 else {})
-        assert got["last"] == (expected if rank == layout.nproc - 1 else {})
-    assert list(results[0]["streams"]["all"]) == list(expected)
+        assert (got["first"], got["last"]) == tuple(expected if rank == one else {} for one in (0, last))
+    assert list(results[0]["all"]) == list(expected)
 
 
 def test_adapters_are_streamed_alone_or_merged_into_their_base(ranks: ForkServer, tmp_path: Path) -> None:
     base = weights_of(ranks, tmp_path / "base", "llama", {})
     streams = {"alone": {"adapters": True}, "merged": {}, "first": {"to": "first", "max_bytes": 4096}}
-    saving = {"arguments": {"save_steps": 2}, "base": str(base)}
-    given = job(TP2, tmp_path / "run", streams=streams, adapted=True, **saving)
-    first, second = (one["streams"] for one in ranks.run(f"{JOBS}:after_training", 2, given).values)
+    given = {"layout": TP2, "output_dir": tmp_path / "run", "streams": streams, "base": base}
+    first, second = run_on_ranks(ranks, 2, after_training, **given)
     alone = export_of(tmp_path / "run/checkpoint-2", tmp_path / "alone")
     assert first["alone"] == second["alone"] == exported(tmp_path / "run/hf") == alone
     merged = export_of(tmp_path / "run/checkpoint-2", tmp_path / "merged", base=base)
@@ -101,40 +136,25 @@ def test_adapters_are_streamed_alone_or_merged_into_their_base(ranks: ForkServer
     assert second["first"] == {}
 
 
-def losses(trainer: Any) -> list[float]:
-    trainer.train()
-    found: list[float] = trainer.losses
-    return found
-
-
 @on_ranks(layout=TP2)
-def test_a_stream_between_steps_changes_no_loss_keeps_its_plan_and_holds_few_tensors(
-    layout: MatrixLayout, tmp_path: Path
-) -> None:
-    from paddleformers.trainer import TrainerCallback
-
+def test_a_stream_changes_no_loss_keeps_its_plan_and_holds_few_tensors(tmp_path: Path) -> None:
     from paddleformers_fc.distributed.communicator import Communicator
     from paddleformers_fc.execute import stream
 
     streams: list[dict[str, str]] = []
     exchanges: list[list[str]] = []
     doing: list[str] = []
-    gather = Communicator.gather
 
-    def noting(self: Any, what: str, *args: Any, **kwargs: Any) -> Any:
-        doing.append(what)
-        return gather(self, what, *args, **kwargs)
+    def stream_now(*_: Any, **__: Any) -> None:
+        doing.clear()
+        streams.append(digests_of(paddleformers_fc.stream(trainer.model)))
+        exchanges.append(list(doing))
 
-    class StreamEveryStep(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            doing.clear()
-            streams.append(digests_of(paddleformers_fc.stream(trainer.model)))
-            exchanges.append(list(doing))
-
-    plain = losses(flex_trainer(**job(layout, tmp_path / "plain")))
-    Communicator.gather = noting  # type: ignore[method-assign]
-    trainer = flex_trainer(**job(layout, tmp_path / "streamed"), callbacks=[StreamEveryStep()])
-    assert losses(trainer) == plain
+    precede(Communicator, "gather", lambda self, what, *_, **__: doing.append(what))
+    plain = trained(TP2, tmp_path / "plain", TWO).losses
+    trainer = flex_trainer(TP2, tmp_path / "streamed", TWO, callbacks=[callback(on_step_end=stream_now)])
+    trainer.train()
+    assert trainer.losses == plain
     one, two = streams
     assert one.keys() == two.keys()
     assert one != two
@@ -163,12 +183,12 @@ def test_a_stream_between_steps_changes_no_loss_keeps_its_plan_and_holds_few_ten
 
 
 @on_ranks(layout=TP2)
-def test_an_error_on_one_rank_ends_the_stream_on_all(layout: MatrixLayout, tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_the_stream_on_all(tmp_path: Path) -> None:
     import paddle
 
     from paddleformers_fc.execute.stream import LiveReader
 
-    model = flex_trainer(**job(layout, tmp_path)).model
+    model = flex_trainer(TP2, tmp_path).model
     is_last = paddle.distributed.get_rank() == 1
 
     def stream(**given: Any) -> Any:
@@ -205,35 +225,62 @@ def test_an_error_on_one_rank_ends_the_stream_on_all(layout: MatrixLayout, tmp_p
     assert "model.norm.weight" in digests_of(stream())
 
 
+RECEIVED: list[tuple[int, dict[str, str]]] = []
+
+
+class Pushed:
+    """Keeps the digests of what it gets."""
+
+    def __call__(self, step: int, tensors: Any) -> None:
+        RECEIVED.append((step, digests_of(tensors)))
+
+
 @pytest.mark.parametrize("layout", [TP2, SD2S3], ids=lambda layout: layout.name)
 @on_ranks(2)
 def test_weights_are_passed_to_a_function_every_some_steps(layout: MatrixLayout, tmp_path: Path) -> None:
     arguments = {"max_steps": 4, "save_steps": 2}
-    plain = losses(flex_trainer(**job(layout, tmp_path / "plain", arguments=arguments)))
-    pushing = {**arguments, "flex_stream": {"steps": 2, "to": PUSHED}}
-    trainer = flex_trainer(**job(layout, tmp_path / "pushed", arguments=pushing))
-    assert losses(trainer) == plain
+    plain = trained(layout, tmp_path / "plain", arguments).losses
+    pushing = {**arguments, "flex_stream": {"steps": 2, "to": f"{__name__}.Pushed"}}
+    trainer = trained(layout, tmp_path / "pushed", pushing)
+    assert trainer.losses == plain
     assert [step for step, _ in RECEIVED] == ([2, 4] if trainer.args.process_index == 0 else [])
     for step, got in RECEIVED:
         assert got == export_of(tmp_path / f"pushed/checkpoint-{step}", tmp_path / f"hf-{step}")
 
 
+def fail_before(step: int, tensors: Any) -> None:
+    raise ConnectionError("the engine is gone before")
+
+
+def fail_within(step: int, tensors: Any) -> None:
+    for _ in itertools.islice(tensors, 3):
+        continue
+    raise ConnectionError("the engine is gone within")
+
+
+def fail_after(step: int, tensors: Any) -> None:
+    digests_of(tensors)
+    raise ConnectionError("the engine is gone after")
+
+
+def take_one(step: int, tensors: Any) -> None:
+    next(tensors)
+
+
 @on_ranks(layout=TP2)
-def test_a_function_may_end_the_stream_early_and_its_errors_end_the_step_on_all_ranks(
-    layout: MatrixLayout, tmp_path: Path
-) -> None:
-    def training(name: str) -> Any:
-        push = {"flex_stream": {"steps": 1, "to": f"{JOBS}.{name}"}}
-        return flex_trainer(**job(layout, tmp_path / name, arguments=push))
+def test_a_function_may_end_a_stream_and_its_errors_end_the_step_on_all_ranks(tmp_path: Path) -> None:
+    def train(name: str) -> Any:
+        push = {"max_steps": 2, "flex_stream": {"steps": 1, "to": f"{__name__}.{name}"}}
+        return trained(TP2, tmp_path / name, push)
 
     for when in ("before", "within", "after"):
         with pytest.raises(FlexError, match=f"the engine is gone {when}"):
-            training(f"fail_{when}").train()
+            train(f"fail_{when}")
     for name, why in (("absent", "has no attribute 'absent'"), ("RECEIVED", "it is a list")):
-        with pytest.raises(OptionError, match=f"flex_stream cannot pass weights to {JOBS}.{name}.") as refused:
-            training(name).train()
+        with pytest.raises(OptionError, match=f"flex_stream cannot pass weights to {__name__}.{name}.") as refused:
+            train(name)
         assert why in refused.value.render()
-    assert len(losses(training("take_one"))) == 2
+    assert len(train("take_one").losses) == 2
 
 
 @pytest.mark.skipif(not ENGINE, reason="needs torch 2.13.0 and transformers 5.3.0 of the interpreter ENGINE_PYTHON")

@@ -15,18 +15,18 @@ from paddleformers_fc.errors import FlexError, NotACheckpoint, OptionError
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from paddleformers_fc.trainer import tiers
 from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, require_newest
-from paddleformers_fc.trainer.rotation import LOCAL_RETENTION, delete_over_limit
 from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import DP2, SD2V2, SINGLE, MatrixLayout
-from tests.trainer.jobs import TO_BEST, few_samples, flex_trainer
+from tests.trainer.jobs import TO_BEST, callback, few_samples, flex_trainer
 from tests.trainer.test_async_save import contents
+from tests.trainer.test_disks import disks, run as run_on_disks
 from tests.trainer.test_rotation import left, make_checkpoint
+from tests.trainer.test_save_on_signal import SIGNALLED
 from tests.trainer.test_trainer import JOBS, Saved, settings
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer, JobResult
 
-DISKS = "tests.trainer.disk_jobs"
 SIX = {"max_steps": 6, "save_steps": 3, "flex_local_steps": 1}
 
 
@@ -53,35 +53,29 @@ def places(tmp_path: Path, *names: str) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("output", "local", "newest"), [([3], [4, 5], "local/5"), ([6], [4, 5], "output/6"), ([6], [], "output/6")]
+    ("output", "locals", "newest", "exchanges"),
+    [
+        ([3], [[4, 5]], 5, 2),
+        ([6], [[4, 5]], 6, 2),
+        ([6], [[]], 6, 2),
+        ([3], [[5], [5]], 5, 3),
+        ([3], [[], [5]], 5, None),
+    ],
+    ids=["local", "output_dir", "no local one", "local tiers of nodes opened together", "a fresh node came first"],
 )
-def test_the_newest_of_both_tiers_is_resumed(tmp_path: Path, output: list[int], local: list[int], newest: str) -> None:
-    directories = places(tmp_path, "output", "local")
-    for directory, steps in zip(directories, (output, local), strict=True):
+def test_the_newest_of_both_tiers_is_resumed(
+    tmp_path: Path, output: list[int], locals: list[list[int]], newest: int, exchanges: int | None
+) -> None:
+    """By three ranks of a node, or one rank of each of several."""
+    (shared,), nodes = places(tmp_path, "output"), places(tmp_path, *(f"node-{at}" for at in range(len(locals))))
+    for directory, steps in zip((shared, *nodes), (output, *locals), strict=True):
         for step in steps:
             make_checkpoint(directory, step)
-    found, (warnings, exchanges) = choose(directories[:1] * 3, directories[1:] * 3)
-    name, _, step = newest.partition("/")
-    assert found == [tmp_path / name / f"checkpoint-{step}"] * 3
-    assert (list(warnings), exchanges) == ([[]] * 3, 2)
-
-
-def test_local_tiers_of_several_nodes_are_opened_together_with_one_exchange_more(tmp_path: Path) -> None:
-    (output,), nodes = places(tmp_path, "output"), places(tmp_path, "a", "b")
-    make_checkpoint(output, 3)
-    for node in nodes:
-        make_checkpoint(node, 5)
-    found, (_, exchanges) = choose([output] * 2, nodes)
-    assert found == [node / "checkpoint-5" for node in nodes]
-    assert exchanges == 3
-
-
-def test_a_local_tier_that_only_the_second_node_has_is_seen(tmp_path: Path) -> None:
-    """A third node came first, and those that saved are complete without it."""
-    (output,), nodes = places(tmp_path, "output"), places(tmp_path, "fresh", "saved")
-    make_checkpoint(output, 3)
-    make_checkpoint(nodes[1], 5)
-    assert choose([output] * 2, nodes)[0] == [node / "checkpoint-5" for node in nodes]
+    ranks = nodes * 3 if len(nodes) == 1 else nodes
+    found, (warnings, count) = choose([shared] * len(ranks), ranks)
+    expected = [shared] * len(ranks) if newest in output else ranks
+    assert found == [directory / f"checkpoint-{newest}" for directory in expected]
+    assert exchanges is None or (list(warnings), count) == ([[]] * len(ranks), exchanges)
 
 
 def test_a_lost_disk_is_said_once_in_the_same_words_on_all_ranks(tmp_path: Path) -> None:
@@ -106,15 +100,6 @@ def test_a_damaged_local_tier_does_not_keep_a_run_from_the_beginning(tmp_path: P
     with pytest.raises(NotACheckpoint) as caught:
         require_newest(Search(output, LocalChannel(), lambda _: None, local_dir=local))
     assert f"{local}/checkpoint-5: " in caught.value.evidence[0]
-
-
-def test_two_checkpoints_stay_in_a_local_tier(tmp_path: Path) -> None:
-    lines: list[str] = []
-    for step in (2, 4, 5, 7):
-        saved = make_checkpoint(tmp_path, step)
-        delete_over_limit(tmp_path, LOCAL_RETENTION, saved, (), lines.append)
-    assert left(tmp_path) == ["checkpoint-5", "checkpoint-7"]
-    assert "checkpoint-2, which is over the limit of flex_local_dir: 2" in lines[0]
 
 
 # ---- Whose a local tier is.
@@ -154,25 +139,20 @@ def test_all_disks_of_a_run_get_one_id_which_stays(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(".*"))
 
 
-def test_a_local_tier_of_another_run_is_refused_on_all_ranks_and_stays_as_it_is(tmp_path: Path) -> None:
-    mine, other, local, free = places(tmp_path, "mine", "other", "local", "free")
+def test_a_local_tier_of_another_run_or_without_a_record_is_refused_and_stays(tmp_path: Path) -> None:
+    mine, other, local, free, unknown = places(tmp_path, "mine", "other", "local", "free", "unknown")
     (own,) = claimed([arguments(mine, local)])
-    make_checkpoint(local, 5)
+    for directory in (local, unknown):
+        make_checkpoint(directory, 5)
     before = contents(local)
-    for error in claimed([arguments(other, free), arguments(other, local)]):
+    evidence = f"output_dir: {mine} with the id {own}"
+    errors = claimed([arguments(other, free), arguments(other, local)])
+    for error, text in (*((one, evidence) for one in errors), (claimed([arguments(other, unknown)])[0], "")):
         assert isinstance(error, OptionError)
-        assert f"output_dir: {mine} with the id {own}" in error.render()
+        assert text in error.render()
         assert "checkpoints: checkpoint-5" in error.render()
     assert contents(local) == before
     assert claimed([arguments(mine, local)]) == [own]
-
-
-def test_checkpoints_without_a_record_are_refused(tmp_path: Path) -> None:
-    output, local = places(tmp_path, "output", "local")
-    make_checkpoint(local, 5)
-    (error,) = claimed([arguments(output, local)])
-    assert isinstance(error, OptionError)
-    assert "checkpoints: checkpoint-5" in error.render()
 
 
 def test_a_record_that_is_lost_while_a_run_saves_comes_back_and_another_one_ends_the_run(tmp_path: Path) -> None:
@@ -219,7 +199,7 @@ def whole(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 @pytest.mark.parametrize(
     "given", [{}, {"flex_async_save": True, "flex_ema_decay": 0.5}], ids=["in steps", "beside steps, average"]
 )
-def test_a_run_saves_in_both_tiers_and_resumes_from_the_local_one(
+def test_a_run_saves_in_both_tiers_and_resumes(
     ranks: ForkServer, tmp_path: Path, whole: Saved, given: dict[str, Any]
 ) -> None:
     result = train(ranks, tmp_path, **given)
@@ -244,41 +224,32 @@ def test_a_run_saves_in_both_tiers_and_resumes_from_the_local_one(
 
 def flex_trainer_of_tiers(directory: Path, arguments: dict[str, Any], **trainer: Any) -> Any:
     given = {**SIX, "flex_local_dir": str(local(directory)), **arguments}
-    return flex_trainer(SINGLE.to_json(), str(directory / "out"), given, **trainer)
+    return flex_trainer(SINGLE, directory / "out", given, **trainer)
 
 
 @on_ranks(1)
 def test_steps_that_output_dir_saves_are_not_saved_twice_and_on_save_is_theirs(tmp_path: Path) -> None:
-    from paddleformers_fc import FlexCheckpointCallback
-
     events: list[int] = []
     saved: list[str] = []
-
-    class Note(FlexCheckpointCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            events.append(state.global_step)
-
-        def on_checkpoint_saved(self, args: Any, report: Any) -> None:
-            saved.append(f"{report.directory.parent.name}/{report.directory.name}")
-
-    flex_trainer_of_tiers(tmp_path, {"max_steps": 4, "flex_local_steps": 2}, callbacks=[Note()]).train()
+    note = callback(
+        on_save=lambda args, state, *_, **__: events.append(state.global_step),
+        on_checkpoint_saved=lambda _, report: saved.append(f"{report.directory.parent.name}/{report.directory.name}"),
+    )
+    flex_trainer_of_tiers(tmp_path, {"max_steps": 4, "flex_local_steps": 2}, callbacks=[note]).train()
     assert events == [3]
     assert saved == ["local/checkpoint-2", "out/checkpoint-3", "local/checkpoint-4"]
 
 
 @on_ranks(1)
 def test_the_best_checkpoint_is_one_of_output_dir_also_after_a_resume_from_the_local_tier(tmp_path: Path) -> None:
-    def train(directory: Path, resume: bool | None = None, **given: Any) -> Any:
-        trainer = flex_trainer_of_tiers(directory, {**TO_BEST, **given}, eval_dataset=few_samples())
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
     before, after = tmp_path / "before", tmp_path / "after"
-    found = train(before, max_steps=5, save_steps=2)
+    found = flex_trainer_of_tiers(before, {**TO_BEST, "max_steps": 5, "save_steps": 2}, eval_dataset=few_samples())
+    found.train()
     assert found.state.best_model_checkpoint == str(before / "out" / "checkpoint-2")
     assert left(local(before))[:2] == ["checkpoint-3", "checkpoint-5"]
     before.rename(after)
-    resumed = train(after, True, max_steps=6, save_steps=100)
+    resumed = flex_trainer_of_tiers(after, {**TO_BEST, "max_steps": 6, "save_steps": 100}, eval_dataset=few_samples())
+    resumed.train(resume_from_checkpoint=True)
     assert len(resumed.losses) == 1
     assert resumed.state.best_model_checkpoint == str(after / "out" / "checkpoint-2")
 
@@ -292,17 +263,9 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize(("victims", "kind", "part", "beside", "newest"), KILLS.values(), ids=KILLS.keys())
-def test_killed_ranks_lose_no_complete_checkpoint_of_either_tier(
-    patient_ranks: ForkServer,
-    tmp_path: Path,
-    whole: Saved,
-    victims: list[int],
-    kind: str,
-    part: str,
-    beside: bool,
-    newest: int,
-) -> None:
+@pytest.mark.parametrize("instant", KILLS)
+def test_killed_ranks_lose_no_checkpoint(patient_ranks: ForkServer, tmp_path: Path, whole: Saved, instant: str) -> None:
+    victims, kind, part, beside, newest = KILLS[instant]
     given = {**SIX, "flex_local_dir": str(local(tmp_path)), "flex_async_save": beside}
     (tmp_path / "out").mkdir()
     killed = {"victims": victims, "kind": kind, "part": part, **settings(SD2V2, tmp_path / "out", None, **given)}
@@ -315,36 +278,23 @@ def test_killed_ranks_lose_no_complete_checkpoint_of_either_tier(
     assert sorted(path.name for path in local(tmp_path).glob("checkpoint-*"))[-1] == "checkpoint-5"
 
 
-def on_disks(
-    ranks: ForkServer,
-    directory: Path,
-    numbers: tuple[int, ...],
-    job_name: str,
-    resume: bool | None = None,
-    **given: Any,
+def on_local_disks(
+    ranks: ForkServer, directory: Path, numbers: tuple[int, int], job_name: str = "run", **given: Any
 ) -> JobResult:
     """A run whose ranks share ``output_dir``, and have local disks of these numbers."""
-    own = [directory / f"disk-{number}" for number in numbers]
-    for place in own:
-        place.mkdir(parents=True, exist_ok=True)
-    arguments = {**SIX, "flex_local_dir": "local", **given}
-    job_settings = {**settings(DP2, directory / "out", resume, **arguments), "places": list(map(str, own))}
-    return ranks.attempt(f"{DISKS}:{job_name}", len(own), job_settings)
+    tier = {**SIX, "flex_local_dir": "local", "output_dir": directory / "out", **given}
+    return run_on_disks(ranks, job_name, DP2, disks(directory, *numbers), **tier)
 
 
-def test_a_run_with_local_disks_resumes_wherever_they_come_back_and_without_a_lost_one(
-    ranks: ForkServer, tmp_path: Path, whole: Saved
-) -> None:
+def test_a_run_resumes_wherever_its_local_disks_come_back(ranks: ForkServer, tmp_path: Path, whole: Saved) -> None:
     saved = tmp_path / "saved"
-    result = on_disks(ranks, saved, (0, 1), "run")
-    assert result.ok, result.logs[0].read_text()
-    for number in (0, 1):
-        assert left(saved / f"disk-{number}" / "local")[:2] == ["checkpoint-4", "checkpoint-5"]
+    on_local_disks(ranks, saved, (0, 1))
+    for disk in disks(saved, 0, 1):
+        assert left(disk / "local")[:2] == ["checkpoint-4", "checkpoint-5"]
     shutil.rmtree(saved / "out" / "checkpoint-6")
     for numbers, begun in (((1, 0), 5), ((0, 2), 3)):
-        there = shutil.copytree(saved, tmp_path / f"{numbers}")
-        resumed = on_disks(ranks, there, numbers, "run", True)
-        assert resumed.ok, resumed.logs[0].read_text()
+        there = Path(shutil.copytree(saved, tmp_path / f"{numbers}"))
+        resumed = on_local_disks(ranks, there, numbers, resume=True)
         assert resumed.values[0]["losses"] == whole.losses[begun:]
         lines = [line for line in resumed.logs[0].read_text().splitlines() if "cannot be resumed" in line]
         assert len(lines) == (begun == 3)
@@ -353,16 +303,15 @@ def test_a_run_with_local_disks_resumes_wherever_they_come_back_and_without_a_lo
 # In make test: test_a_record_that_is_lost_while_a_run_saves_comes_back_and_another_one_ends_the_run.
 @pytest.mark.slow
 def test_a_run_that_loses_a_local_disk_while_it_saves_goes_on_and_resumes(ranks: ForkServer, tmp_path: Path) -> None:
-    lost = on_disks(ranks, tmp_path, (0, 1), "run_and_lose_a_disk", max_steps=7)
-    assert lost.ok, lost.logs[0].read_text()
-    again = on_disks(ranks, tmp_path, (0, 1), "run", True, max_steps=8)
+    on_local_disks(ranks, tmp_path, (0, 1), "run_and_lose_a_disk", max_steps=7)
+    again = on_local_disks(ranks, tmp_path, (0, 1), resume=True, max_steps=8)
     assert len(again.values[0]["losses"]) == 1
 
 
 def test_a_save_on_a_signal_is_one_of_output_dir(ranks: ForkServer, tmp_path: Path) -> None:
     given = {**settings(SINGLE, tmp_path / "out", **{**SIX, "max_steps": 50, "save_steps": 100}), "signalled": [0]}
     given["arguments"]["flex_local_dir"] = str(local(tmp_path))
-    found = ranks.run("tests.trainer.signal_jobs:run_signalled", 1, given).values[0]
+    found = ranks.run(SIGNALLED, 1, given).values[0]
     assert found["code"] == 85
     step = found["step"]
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == [f"checkpoint-{step}"]

@@ -30,11 +30,10 @@ from tests.harness.limits import LIMIT
 from tests.harness.tiny import DP2, SD2V2
 from tests.harness.waiting import pause
 from tests.storage.buckets import Bucket
+from tests.trainer import jobs
 from tests.trainer.test_rotation import WEIGHTS, left, make_checkpoint
 from tests.trainer.test_trainer import SIX_STEPS, settings
 from verification.forkserver import ForkServer
-
-JOBS = "tests.trainer.upload_jobs"
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -47,23 +46,14 @@ def steps(bucket: Bucket) -> list[str]:
     return sorted(parts[0] for parts in names if parts[-1] == MANIFEST_NAME)
 
 
-def unchecked() -> None:
-    """Go on."""
-
-
 def upload_of(source: Path, bucket: Bucket, is_coordinator: bool = True, patience: float = LIMIT) -> Upload:
-    return Upload(source, bucket.path / "run" / source.name, is_coordinator, patience, unchecked)
+    return Upload(source, bucket.path / "run" / source.name, is_coordinator, patience, lambda: None)
 
 
 def test_the_manifest_is_sent_last_and_nothing_is_sent_twice(bucket: Bucket, tmp_path: Path) -> None:
     sent: list[str] = []
-
-    def note(method: str, path: str, query: str) -> bool:
-        sent.append(path.partition("/checkpoint-2/")[2])
-        return True
-
     source = make_checkpoint(tmp_path, 2)
-    bucket.store.accepts = note
+    bucket.store.accepts = lambda method, path, query: sent.append(path.partition("/checkpoint-2/")[2]) is None
     size = upload_of(source, bucket).run()
     assert bucket.files("run/checkpoint-2") == content(source)
     assert size == sum(map(len, content(source).values()))
@@ -87,23 +77,17 @@ def test_an_interrupted_upload_sends_only_what_the_store_lacks(bucket: Bucket, t
 
 def test_another_checkpoint_of_the_same_step_is_replaced_without_a_mixture(bucket: Bucket, tmp_path: Path) -> None:
     older = make_checkpoint(tmp_path, 2)
-    (older / "more.json").write_bytes(b"")
+    (older / "more.json").write_bytes((older / "config.json").read_bytes())
     manifest = read_manifest(older)
-    more = replace(manifest.files[0], path="more.json")
-    (older / "more.json").write_bytes((older / more.path.replace("more", "config")).read_bytes())
-    write_manifest(older, replace(manifest, files=[*manifest.files, more]))
+    (config,) = (one for one in manifest.files if one.path == "config.json")
+    write_manifest(older, replace(manifest, files=[*manifest.files, replace(config, path="more.json")]))
     upload_of(older, bucket).run()
     whole = [bucket.files("run/checkpoint-2")]
     (tmp_path / "again").mkdir()
     newer = make_checkpoint(tmp_path / "again", 2)
     write_manifest(newer, replace(read_manifest(newer), consumed_samples=7))
     seen: list[dict[str, bytes]] = []
-
-    def look(method: str, path: str, query: str) -> bool:
-        seen.append(bucket.files("run/checkpoint-2"))
-        return True
-
-    bucket.store.accepts = look
+    bucket.store.accepts = lambda *_: seen.append(bucket.files("run/checkpoint-2")) is None
     upload_of(newer, bucket).run()
     whole.append(bucket.files("run/checkpoint-2"))
     assert whole[1] == content(newer)
@@ -134,7 +118,7 @@ def test_bytes_that_the_store_changes_are_no_checkpoint(bucket: Bucket, tmp_path
     assert steps(bucket) == []
 
 
-def test_the_files_of_two_disks_make_one_checkpoint(
+def test_files_of_two_disks_make_one_checkpoint(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload, "_POLL_SECONDS", 0.01)
@@ -157,121 +141,90 @@ def uploader(bucket: Bucket, limit: int | None = None, every: int = 0) -> Checkp
     return CheckpointUploader(bucket.path / "run", Retention(limit, every), LIMIT, True)
 
 
-def test_old_checkpoints_in_the_store_are_deleted_and_files_of_others_stay(bucket: Bucket, tmp_path: Path) -> None:
-    bucket.put("run/checkpoint-2/notes.txt", b"of another program")
-    bucket.put("run/checkpoint-1/half.safetensors", b"without a manifest")
-    one = uploader(bucket, 2)
-    for step in (2, 4, 6, 8):
-        one.enqueue(make_checkpoint(tmp_path, step), str(tmp_path / "checkpoint-4"))
-    assert not one.is_busy(LIMIT)
-    one.raise_failures()
-    assert steps(bucket) == ["checkpoint-4", "checkpoint-8"]
-    others = {name for name in bucket.files("run") if name.split("/")[0] not in ("checkpoint-4", "checkpoint-8")}
-    assert others == {"checkpoint-2/notes.txt", "checkpoint-1/half.safetensors"}
-
-
-def test_every_nth_step_stays_in_the_store_beyond_the_limit(bucket: Bucket, tmp_path: Path) -> None:
-    one = uploader(bucket, 1, 3)
+def test_old_checkpoints_in_the_store_are_deleted_as_on_a_disk(bucket: Bucket, tmp_path: Path) -> None:
+    """The best one, those of every third step and the newest one stay, and before it one without diverged ties."""
+    bucket.put("run/checkpoint-1/notes.txt", b"of another program")
+    bucket.put("run/checkpoint-0/half.safetensors", b"without a manifest")
+    one = uploader(bucket, limit=1, every=3)
     for step in range(1, 6):
-        one.enqueue(make_checkpoint(tmp_path, step))
-    assert not one.is_busy(LIMIT)
-    one.raise_failures()
-    assert steps(bucket) == ["checkpoint-3", "checkpoint-5"]
-
-
-def test_a_checkpoint_with_diverged_ties_costs_no_whole_one_in_the_store(bucket: Bucket, tmp_path: Path) -> None:
-    one = uploader(bucket, 1)
-    for step in (2, 4):
         path = make_checkpoint(tmp_path, step)
-        if step == 4:
+        if step == 5:
             tie = DivergedTie(["a", "b"], ["model_state b on rank 1, a on rank 0"])
             write_manifest(path, replace(read_manifest(path), ties=[tie]))
-        one.enqueue(path)
+        one.enqueue(path, str(tmp_path / "checkpoint-2"))
     assert not one.is_busy(LIMIT)
-    assert steps(bucket) == ["checkpoint-2", "checkpoint-4"]
+    one.raise_failures()
+    assert steps(bucket) == [f"checkpoint-{step}" for step in (2, 3, 4, 5)]
+    others = {name for name in bucket.files("run") if name.split("/")[0] in ("checkpoint-0", "checkpoint-1")}
+    assert others == {"checkpoint-1/notes.txt", "checkpoint-0/half.safetensors"}
 
 
 def test_a_refused_upload_is_tried_again_and_its_last_error_is_raised(bucket: Bucket, tmp_path: Path) -> None:
-    bucket.store.accepts = lambda method, path, query: False
+    bucket.store.accepts = lambda *_: False
     one, path = uploader(bucket), make_checkpoint(tmp_path, 2)
     one.enqueue(path)
     assert not one.is_busy(LIMIT)
     assert one.pending() == [path]
     with pytest.raises(StorageError, match="refused to"):
         one.raise_failures()
-    bucket.store.accepts = lambda method, path, query: True
+    bucket.store.accepts = lambda *_: True
     one.enqueue(make_checkpoint(tmp_path, 4))
     assert not one.is_busy(LIMIT)
     one.raise_failures()
     assert (one.pending(), steps(bucket)) == ([], ["checkpoint-2", "checkpoint-4"])
 
 
-def uploads(bucket: Bucket, output_dir: Path, limit: int = 0) -> Uploads:
+def uploads(url: RemotePath, output_dir: Path, limit: int = 0) -> Uploads:
     args: Any = SimpleNamespace(save_total_limit=limit, flex_keep_every=0, output_dir=str(output_dir), flex_timeout=60)
-    return Uploads(bucket.path / "run", args, ALONE)
+    return Uploads(url, args, ALONE)
 
 
 def test_an_interrupt_stops_an_upload_and_the_next_start_completes_it(bucket: Bucket, tmp_path: Path) -> None:
-    def hold(method: str, path: str, query: str) -> bool:
-        pause()
-        return True
-
-    one, path = uploads(bucket, tmp_path), make_checkpoint(tmp_path, 2)
-    bucket.store.accepts = hold
+    one, path = uploads(bucket.path / "run", tmp_path), make_checkpoint(tmp_path, 2)
+    bucket.store.accepts = lambda *_: pause() is None
     with pytest.raises(KeyboardInterrupt), one.draining():
         raise KeyboardInterrupt
     assert (steps(bucket), bucket.unfinished()) == ([], [])
     assert one.pending() == [path]
-    bucket.store.accepts = lambda method, path, query: True
-    with uploads(bucket, tmp_path).draining():
+    bucket.store.accepts = lambda *_: True
+    with uploads(bucket.path / "run", tmp_path).draining():
         pass
     assert bucket.files("run/checkpoint-2") == content(path)
 
 
-def test_the_end_of_training_waits_and_raises(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_local_checkpoint_stays_until_it_is_uploaded(bucket: Bucket, tmp_path: Path) -> None:
     disks = DiskLeaders((0,), "")
-    one = uploads(bucket, tmp_path)
-    with one.draining():
-        one.committed(make_checkpoint(tmp_path, 2), None, disks)
-    assert steps(bucket) == ["checkpoint-2"]
-    bucket.store.accepts = lambda method, path, query: False
-    with pytest.raises(StorageError, match="refused to"), one.draining():
-        one.committed(make_checkpoint(tmp_path, 4), None, disks)
-
-
-def test_a_local_checkpoint_is_deleted_after_its_upload_and_not_before(bucket: Bucket, tmp_path: Path) -> None:
-    disks = DiskLeaders((0,), "")
-    one = uploads(bucket, tmp_path)
+    one = uploads(bucket.path / "run", tmp_path)
     args = SimpleNamespace(output_dir=str(tmp_path), save_total_limit=1, flex_keep_every=0)
     session: Any = SimpleNamespace(args=args, uploads=one)
-    bucket.store.accepts = lambda method, path, query: False
+    bucket.store.accepts = lambda *_: False
     for step in (2, 4):
         one.committed(make_checkpoint(tmp_path, step), None, disks)
+    with pytest.raises(StorageError, match="refused to"), one.draining():
+        pass
     save.rotate(session, Tier(), tmp_path / "checkpoint-4", None, disks, ALONE)
     assert left(tmp_path) == ["checkpoint-2", "checkpoint-4"]
-    bucket.store.accepts = lambda method, path, query: True
-    one.finish()
+    bucket.store.accepts = lambda *_: True
+    with one.draining():
+        pass
     save.rotate(session, Tier(), tmp_path / "checkpoint-4", None, disks, ALONE)
     assert left(tmp_path) == ["checkpoint-4"]
     assert steps(bucket) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_a_bucket_that_is_missing_or_cannot_be_written_is_refused_before_training(
-    bucket: Bucket, tmp_path: Path
-) -> None:
-    args: Any = SimpleNamespace(save_total_limit=0, flex_keep_every=0, output_dir=str(tmp_path), flex_timeout=60)
+def test_a_bucket_that_cannot_be_written_is_refused_before_training(bucket: Bucket, tmp_path: Path) -> None:
     missing = RemotePath(f"{bucket.path}-missing/run")
     with pytest.raises(StorageError, match="refused to write"):
-        Uploads(missing, args, ALONE).check()
+        uploads(missing, tmp_path).check()
     (tmp_path / "job.yaml").write_text(json.dumps({"output_dir": str(tmp_path / "out"), "device": "cpu"}))
     outcome = run("train", tmp_path / "job.yaml", "flex_checkpoint=true", f"flex_upload={missing}", "--dry-run")
     assert "refused to write" in outcome.err
     assert (outcome.code, (tmp_path / "out").exists()) == (2, False)
-    uploads(bucket, tmp_path).check()
+    uploads(bucket.path / "run", tmp_path).check()
     assert bucket.files("run") == {}
-    bucket.store.accepts = lambda method, path, query: False
+    bucket.store.accepts = lambda *_: False
     with pytest.raises(StorageError, match="refused to write"):
-        uploads(bucket, tmp_path).check()
+        uploads(bucket.path / "run", tmp_path).check()
 
 
 def test_checkpoints_are_uploaded_to_a_file_system_of_this_machine(tmp_path: Path) -> None:
@@ -279,10 +232,7 @@ def test_checkpoints_are_uploaded_to_a_file_system_of_this_machine(tmp_path: Pat
     url = upload_url(FlexFields(flex_upload=f"file://{quote(str(target))}"))
     assert url == upload_url(FlexFields(flex_upload=f"local://{quote(str(target))}"))
     assert url is not None
-    args: Any = SimpleNamespace(
-        save_total_limit=1, flex_keep_every=0, output_dir=str(tmp_path / "out"), flex_timeout=60
-    )
-    one = Uploads(url, args, ALONE)
+    one = uploads(url, tmp_path / "out", limit=1)
     one.check()
     (tmp_path / "out").mkdir()
     with one.draining():
@@ -315,18 +265,27 @@ def test_a_value_that_is_not_the_url_of_a_store_is_refused(value: Any) -> None:
     assert "secret" not in caught.value.render()
 
 
+def train(environment: dict[str, str], endpoint: str, **given: Any) -> dict[str, Any]:
+    """Train on a rank with the S3 store of a test."""
+    import fsspec
+
+    os.environ.update(environment)
+    fsspec.config.conf["s3"] = {"endpoint_url": endpoint}
+    return jobs.run(**given)
+
+
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_run_uploads_its_checkpoints_and_another_layout_resumes_from_the_url(
+def test_a_run_uploads_and_another_layout_resumes(
     ranks: ForkServer, bucket: Bucket, tmp_path: Path, beside: bool
 ) -> None:
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     store = {"environment": environment, "endpoint": bucket.store.url}
     given = {"flex_upload": f"{bucket.path}/run", "save_total_limit": 1, "flex_async_save": beside, **SIX_STEPS}
-    saved = ranks.run(f"{JOBS}:run", 2, {**store, **settings(DP2, tmp_path / "out", **given)}).values[0]
+    saved = ranks.run(f"{__name__}:train", 2, {**store, **settings(DP2, tmp_path / "out", **given)}).values[0]
     assert steps(bucket) == ["checkpoint-6"]
     assert bucket.files("run/checkpoint-6") == content(tmp_path / "out/checkpoint-6")
     assert [name for name in left(tmp_path / "out") if name.startswith("checkpoint")] == ["checkpoint-6"]
     assert saved["step"] == 6
     resumed = settings(SD2V2, tmp_path / "again", **{**SIX_STEPS, "max_steps": 8, "save_strategy": "no"})
-    result = ranks.run(f"{JOBS}:run", 2, {**store, **resumed, "resume": f"{bucket.path}/run/checkpoint-6"})
+    result = ranks.run(f"{__name__}:train", 2, {**store, **resumed, "resume": f"{bucket.path}/run/checkpoint-6"})
     assert (result.values[0]["step"], len(result.values[0]["losses"])) == (8, 2)

@@ -1,0 +1,17 @@
+"""Functions of the package that do more than usual on a rank; what a rank changes ends with its job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def precede(owner: Any, name: str, act: Callable[..., object]) -> None:
+    """Let a function of a module, or a method of a class, first call ``act`` with its arguments."""
+    native = getattr(owner, name)
+
+    def preceded(*args: Any, **kwargs: Any) -> Any:
+        act(*args, **kwargs)
+        return native(*args, **kwargs)
+
+    setattr(owner, name, preceded)
