@@ -10,6 +10,7 @@ what else a machine does.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -30,15 +31,30 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from paddleformers_fc.aoa import evaluate, parse, read_config as read_statements
 from paddleformers_fc.errors import FlexError, MappingError, from_wire
+from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.families import ModelDescription, family_for
+from paddleformers_fc.families.enumerate import enumerate_tensors
+from paddleformers_fc.families.stated import decode_mapping
+from paddleformers_fc.formats import huggingface
 from paddleformers_fc.formats.index import decode_index, encode_index, shard_columns
+from paddleformers_fc.formats.registry import read_config
+from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping import prove
+from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
+from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileRecord, checksum_of, digest_of_blocks, records_of
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, read_manifest
+from paddleformers_fc.storage.safetensors import read_header
+from paddleformers_fc.trainer import position
+from tests.aoa.spaces import side
 from tests.corruption.nodes import TEXTS, mutated, written
 from tests.harness.limits import LIMIT
 from tests.harness.sealing import columns_of, reseal, sealed
+from verification.digests import canonical_digests
 
 SPARE_BYTES = 1 << 30
 DEADLINE = math.ceil(LIMIT)
@@ -55,12 +71,14 @@ class Outcome(msgspec.Struct):
         refused: how many of them with an error of ours.
         strange: every other error with its place, each once.
         slowest: seconds of the processor for the slowest document.
+        peak: of a bomb, most bytes that Python's allocator held beyond what it held before.
     """
 
     tried: int = 0
     refused: int = 0
     strange: list[str] = msgspec.field(default_factory=list)
     slowest: float = 0.0
+    peak: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,30 +148,25 @@ def judge(outcome: Outcome, work: Callable[[], object]) -> None:
 # ---- The kinds of documents.
 
 
-def _written_to(path: Path, use: Callable[[], object], frame: Callable[[bytes], bytes]) -> Callable[[bytes], None]:
+def _use(checkpoint: Path) -> None:
+    # A forger makes sizes and checksums fit, so they are not looked at here.
+    for _ in canonical_digests(checkpoint, "off", [MODEL_STATE]):
+        pass
+
+
+def _written_to(checkpoint: Path, name: str, frame: Callable[[bytes], bytes]) -> Callable[[bytes], None]:
     """Puts a document into a file of the checkpoint, uses the checkpoint, and puts the file back."""
+    path = checkpoint / name
     original = path.read_bytes()
 
     def run(raw: bytes) -> None:
         path.write_bytes(frame(raw))
         try:
-            use()
+            _use(checkpoint)
         finally:
             path.write_bytes(original)
 
     return run
-
-
-def _use_checkpoint(directory: Path) -> Callable[[], None]:
-    from paddleformers_fc.layout.roles import MODEL_STATE
-    from verification.digests import canonical_digests
-
-    def use() -> None:
-        # A forger makes sizes and checksums fit, so they are not looked at here.
-        for _ in canonical_digests(directory, "off", [MODEL_STATE]):
-            pass
-
-    return use
 
 
 def _sealed(raw: bytes) -> bytes:
@@ -167,21 +180,16 @@ def _sealed(raw: bytes) -> bytes:
 
 
 def _manifest(directory: Path) -> Target:
-    path = directory / MANIFEST_NAME
-    return Target((json.loads(path.read_bytes()),), _written_to(path, _use_checkpoint(directory), _sealed))
+    document = json.loads((directory / MANIFEST_NAME).read_bytes())
+    return Target((document,), _written_to(directory, MANIFEST_NAME, _sealed))
 
 
-def _plain(name: str) -> Callable[[Path], Target]:
-    def make(directory: Path) -> Target:
-        use = _use_checkpoint(directory)
+def _plain(name: str, directory: Path) -> Target:
+    def run(raw: bytes) -> None:
+        with forged(directory, name, raw):
+            _use(directory)
 
-        def run(raw: bytes) -> None:
-            with forged(directory, name, raw):
-                use()
-
-        return Target((json.loads((directory / name).read_bytes()),), run)
-
-    return make
+    return Target((json.loads((directory / name).read_bytes()),), run)
 
 
 @contextmanager
@@ -211,14 +219,13 @@ def _headed(header: bytes, rest: bytes) -> bytes:
 def _header(directory: Path) -> Target:
     raw = (directory / WEIGHTS).read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
-    use = _use_checkpoint(directory)
-    frame = _written_to(directory / WEIGHTS, use, lambda header: _headed(header.ljust(length), raw[8 + length :]))
-    return Target((json.loads(raw[8 : 8 + length]),), frame)
+    run = _written_to(directory, WEIGHTS, lambda header: _headed(header.ljust(length), raw[8 + length :]))
+    return Target((json.loads(raw[8 : 8 + length]),), run)
 
 
 def _shards(directory: Path) -> Target:
     """The index, whose arrays are mutated as lists."""
-    original, use = (directory / INDEX_NAME).read_bytes(), _use_checkpoint(directory)
+    original = (directory / INDEX_NAME).read_bytes()
     columns = columns_of(original)
     manifest = read_manifest(directory)
     recorded = decode_index(original, manifest.files, directory / INDEX_NAME).recorded
@@ -231,22 +238,18 @@ def _shards(directory: Path) -> Target:
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return  # No arrays, so no index.
         with forged(directory, INDEX_NAME, encode_index(arrays, checksums)):
-            use()
+            _use(directory)
 
     return Target(({name: array.tolist() for name, array in columns.items()},), run)
 
 
 def _index(directory: Path) -> Target:
-    from paddleformers_fc.execute.export import export_checkpoint
-    from paddleformers_fc.formats.huggingface import INDEX_NAME
-    from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
-
     target = directory.with_name("open-weights")
     if not target.exists():
         export_checkpoint(directory, target, 4096)
         (target / CHECKSUMS_NAME).unlink()  # With it every change is refused before it is looked at.
-    path = target / INDEX_NAME
-    return Target((json.loads(path.read_bytes()),), _written_to(path, _use_checkpoint(target), bytes))
+    document = json.loads((target / huggingface.INDEX_NAME).read_bytes())
+    return Target((document,), _written_to(target, huggingface.INDEX_NAME, bytes))
 
 
 def _wire(directory: Path) -> Target:
@@ -260,9 +263,6 @@ def _wire(directory: Path) -> Target:
 
 
 def _codec(directory: Path) -> Target:
-    from paddleformers_fc.storage import state_json
-    from paddleformers_fc.trainer import position
-
     array = {"__array__": "<f4", "shape": [2, 2], "values": [1.0, 2.0, 3.0, 4.0]}
     state = {"step": 3, "generator": {"__tuple__": ["MT19937", array, 7]}, "loss": [0.5, None, True]}
     data = position.to_document(
@@ -276,10 +276,6 @@ def _codec(directory: Path) -> Target:
 
 
 def _statements(directory: Path) -> Target:
-    from paddleformers_fc.aoa import evaluate, read_config
-    from paddleformers_fc.mapping import prove
-    from tests.aoa.spaces import side
-
     names = [f"m.{layer}.{part}.w" for layer in range(3) for part in "qkvgud"]
     left = side({**dict.fromkeys(names, (8, 4)), "m.0.e.0.x": (8,), "m.0.e.1.x": (8,)})
     fused = {f"m.{layer}.{part}": (4, 8 * len(part)) for layer in range(3) for part in ("qkv", "gu")}
@@ -301,7 +297,7 @@ def _statements(directory: Path) -> Target:
         except (ValueError, RecursionError):
             return
         if isinstance(value, dict):
-            prove(evaluate(read_config(value), left, right))
+            prove(evaluate(read_statements(value), left, right))
 
     def change(document: Any, chance: random.Random) -> bytes:
         statements = document.get("aoa_statements") if isinstance(document, dict) else None
@@ -312,23 +308,8 @@ def _statements(directory: Path) -> Target:
     return Target((config,), use, change)
 
 
-_WORDS = [
-    "->",
-    ",",
-    "=",
-    ":",
-    "[",
-    "]",
-    "^T",
-    "$LAYER_ID",
-    "$EXPERT_ID",
-    "*",
-    "_",
-    "fused_ffn",
-    "axis=",
-    "dtype='",
-    "'",
-]
+_SIGNS = ("->", ",", "=", ":", "[", "]", "^T", "*", "_", "'")
+_WORDS = (*_SIGNS, "$LAYER_ID", "$EXPERT_ID", "fused_ffn", "axis=", "dtype='")
 
 
 def _garbled(statement: Any, chance: random.Random) -> Any:
@@ -344,26 +325,20 @@ def _garbled(statement: Any, chance: random.Random) -> Any:
 
 def _trainer(directory: Path) -> Target:
     """What needs Paddle: the Trainer's state, a scheduler's, and the generators'."""
-    import dataclasses
-
     import paddle
     from paddleformers.trainer import TrainerState
 
-    from paddleformers_fc.storage import state_json
     from paddleformers_fc.trainer import documents, rng
 
     paddle.set_device("cpu")
     scheduler = paddle.optimizer.lr.LambdaDecay(0.1, lambda step: 0.5**step)
-    history = [{"loss": 1.5, "step": 3}]
-    values: list[Any] = [dataclasses.asdict(TrainerState(global_step=3, epoch=0.5, log_history=history))]
-    values += [scheduler.state_dict()]
-    states = tuple(json.loads(state_json.encode(value, "state")) for value in values)
-    generators = json.loads(rng.capture(1, True)())
+    state = TrainerState(global_step=3, epoch=0.5, log_history=[{"loss": 1.5, "step": 3}])
+    values = [state_json.encode(one, "state") for one in (dataclasses.asdict(state), scheduler.state_dict())]
 
     def use(raw: bytes) -> None:
-        rng.restore(raw, "trainer/rng-00000.json", 1, True, True)
-
-    def use_states(raw: bytes) -> None:
+        if b"hybrid_parallel" in raw:
+            rng.restore(raw, "trainer/rng-00000.json", 1, True, True)
+            return
         value = state_json.decode_object(raw, "trainer/state.json")
         if "last_lr" in value:
             documents.check_alike(value, scheduler.state_dict(), Path("trainer/scheduler.json"))
@@ -374,16 +349,13 @@ def _trainer(directory: Path) -> Target:
             state.global_step += 1
             state.save_to_json("/dev/null")
 
-    def either(raw: bytes) -> None:
-        (use if b"hybrid_parallel" in raw else use_states)(raw)
-
-    return Target((*states, generators), either)
+    return Target(tuple(json.loads(raw) for raw in (*values, rng.capture(1, True)())), use)
 
 
 KINDS: dict[str, Callable[[Path], Target]] = {
     "manifests": _manifest,
-    "mappings": _plain("mapping.json"),
-    "configurations": _plain("config.json"),
+    "mappings": functools.partial(_plain, "mapping.json"),
+    "configurations": functools.partial(_plain, "config.json"),
     "safetensors headers": _header,
     "shard descriptions": _shards,
     "indices of open weights": _index,
@@ -421,22 +393,15 @@ def _rule_set(**fields: Any) -> bytes:
 
 
 def _mapped(raw: bytes) -> None:
-    from paddleformers_fc.families.stated import decode_mapping
-
     decode_mapping(raw, "mapping.json")[1].mapping()
 
 
 def _read_configuration(raw: bytes, place: Path) -> None:
-    from paddleformers_fc.formats.registry import read_config
-
     (place / "config.json").write_bytes(raw)
     read_config(place)
 
 
 def _enumerated(**sizes: int) -> None:
-    from paddleformers_fc.families import ModelDescription, family_for
-    from paddleformers_fc.families.enumerate import enumerate_tensors
-
     config = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
     config |= {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_experts": 8, **sizes}
     for _ in enumerate_tensors(family_for(config), ModelDescription(config, is_fleet=True)):
@@ -444,8 +409,6 @@ def _enumerated(**sizes: int) -> None:
 
 
 def _opened_header(raw: bytes, place: Path, size: int = 0) -> None:
-    from paddleformers_fc.storage.safetensors import read_header
-
     path = place / "x.safetensors"
     path.write_bytes(raw)
     if size:
@@ -454,51 +417,47 @@ def _opened_header(raw: bytes, place: Path, size: int = 0) -> None:
     read_header(path)
 
 
-def _sparse_manifest(place: Path) -> None:
-    from paddleformers_fc.storage.manifest import read_manifest
+def _shaped(shape: list[int], place: Path) -> None:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}
+    _opened_header(_headed(json.dumps({"a": entry}).encode(), b"1234"), place)
 
+
+def _sparse_manifest(place: Path) -> None:
     with (place / MANIFEST_NAME).open("wb") as file:
         file.truncate(2 << 30)
     read_manifest(place)
 
 
 def _described(axes: int) -> None:
-    path, place = "model_state/rank-00000.safetensors", (2,) * axes
-    raw = encode_index(shard_columns([(path, [Shard("a", "float32", place, whole(place), (1, 2))])]), [])
-    index = decode_index(raw, [FileRecord(path, 0, digest_of_blocks(b""))], Path(INDEX_NAME))
-    for shard, *_ in index.shards(path):
+    place = (2,) * axes
+    raw = encode_index(shard_columns([(WEIGHTS, [Shard("a", "float32", place, whole(place), (1, 2))])]), [])
+    index = decode_index(raw, [FileRecord(WEIGHTS, 0, digest_of_blocks(b""))], Path(INDEX_NAME))
+    for shard, *_ in index.shards(WEIGHTS):
         assert len(shard.fragments) < 100
 
 
 def _staggered() -> None:
-    from paddleformers_fc.mapping.boxes import Box, cover_faults
-
     rows = [Box((at, 0), (at + 1, 1)) for at in range(600)]
     columns = [Box((0, at), (600, at + 1)) for at in range(1, 601)]
     cover_faults(whole((600, 601)), rows + columns)
 
 
 def _stated(*statements: str) -> None:
-    from paddleformers_fc.aoa import parse
-    from tests.aoa.spaces import side
-
     parse(statements, side({"a": (4, 6), "b": (4, 6)}), side({"c": (4, 12)}))
 
 
 def _unlike_names() -> None:
-    from paddleformers_fc.aoa import parse
-    from tests.aoa.spaces import side
-
-    left = side(
-        {f"m.{'abc' * 30}{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)}": (2,) for i in range(2000)}
-    )
+    names = (f"{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)}" for i in range(2000))
+    left = side({f"m.{'abc' * 30}{name}": (2,) for name in names})
     parse([f"m.{'cba' * 32}q{chr(97 + i)}b.w -> c" for i in range(20)], left, side({"c": (2,)}))
 
 
 def _decoded(document: Any) -> None:
-    from paddleformers_fc.storage.state_json import decode_object
+    state_json.decode_object(written({"value": document}).encode(), "trainer/state.json")
 
-    decode_object(written({"value": document}).encode(), "trainer/state.json")
+
+def _raised(raw: bytes) -> None:
+    raise from_wire(raw.decode())
 
 
 DEEP = b"[" * 1_000_000 + b"]" * 1_000_000
@@ -508,14 +467,8 @@ BOMBS: dict[str, Callable[[Path], None]] = {
     "a manifest of 2 GB": _sparse_manifest,
     "a header that claims 2^63 bytes": lambda place: _opened_header(struct.pack("<Q", 1 << 63) + b"{}", place),
     "a header of 100 MB of zeros": lambda place: _opened_header(struct.pack("<Q", 10**8), place, 10**8 + 8),
-    "a tensor whose bytes cannot be counted": lambda place: _opened_header(
-        _headed(json.dumps({"a": {"dtype": "F32", "shape": [2**40] * 9, "data_offsets": [0, 4]}}).encode(), b"1234"),
-        place,
-    ),
-    "a tensor of 100,000 axes": lambda place: _opened_header(
-        _headed(json.dumps({"a": {"dtype": "F32", "shape": [1] * 10**5, "data_offsets": [0, 4]}}).encode(), b"1234"),
-        place,
-    ),
+    "a tensor whose bytes cannot be counted": lambda place: _shaped([2**40] * 9, place),
+    "a tensor of 100,000 axes": lambda place: _shaped([1] * 10**5, place),
     "a header of a million empty lists": lambda place: _opened_header(
         _headed(b'{"a":[' + b"[]," * 1_000_000 + b"[]]}", b""), place
     ),
@@ -551,24 +504,6 @@ BOMBS: dict[str, Callable[[Path], None]] = {
 """What no reader may build, by what it is; each must be refused."""
 
 
-def _raised(raw: bytes) -> None:
-    raise from_wire(raw.decode())
-
-
-class Blast(msgspec.Struct):
-    """What a bomb did.
-
-    Attributes:
-        error: class of the error that refused it; empty where it was not refused.
-        seconds: of the processor until then.
-        peak: most bytes that Python's allocator held beyond what it held before.
-    """
-
-    error: str
-    seconds: float
-    peak: int
-
-
 DEAR = (
     "a header of a million empty lists",
     "a rule of 10^6 parts",
@@ -580,28 +515,22 @@ DEAR = (
 """Bombs that take seconds before they are refused."""
 
 
-def blasts(directory: Path, left_out: Collection[str] = ()) -> dict[str, Blast]:
+def blasts(directory: Path, left_out: Collection[str] = ()) -> dict[str, Outcome]:
     """Every bomb, one after the other in a process of little memory."""
     names = json.dumps([name for name in BOMBS if name not in left_out])
-    return msgspec.json.decode(child("bombs", names, directory, 0, 0), type=dict[str, Blast])
+    return msgspec.json.decode(child("bombs", names, directory, 0, 0), type=dict[str, Outcome])
 
 
-def _bombs(place: Path, names: Sequence[str]) -> dict[str, Blast]:
-    seen: dict[str, Blast] = {}
-    _stated("a, b -> c, axis=1")  # Imports are not what is measured.
+def _bombs(place: Path, names: Sequence[str]) -> dict[str, Outcome]:
+    seen: dict[str, Outcome] = {}
+    _stated("a, b -> c, axis=1")  # What is made once is not what is measured.
+    bound_memory(4 * SPARE_BYTES)
     for name in names:
-        bomb = BOMBS[name]
         print(name, file=sys.stderr, flush=True)
+        seen[name] = Outcome()
         tracemalloc.start()
-        began = time.process_time()
-        try:
-            bomb(place)
-            error = ""
-        except FlexError as refused:
-            error = type(refused).__name__
-        except BaseException as other:
-            error = f"not ours: {type(other).__name__}: {str(other)[:200]}"
-        seen[name] = Blast(error, time.process_time() - began, tracemalloc.get_traced_memory()[1])
+        judge(seen[name], functools.partial(BOMBS[name], place))
+        seen[name].peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     return seen
 
@@ -610,7 +539,7 @@ if __name__ == "__main__":
     _, _verb, _kind, _directory, _seed, _count = sys.argv
     resource.setrlimit(resource.RLIMIT_CPU, (DEADLINE, DEADLINE))
     if _verb == "bombs":
-        bound_memory(4 * SPARE_BYTES)
-        print(msgspec.json.encode(_bombs(Path(_directory), json.loads(_kind))).decode())
+        _seen: Any = _bombs(Path(_directory), json.loads(_kind))
     else:
-        print(msgspec.json.encode(_fuzz(_kind, Path(_directory), int(_seed), int(_count))).decode())
+        _seen = _fuzz(_kind, Path(_directory), int(_seed), int(_count))
+    print(msgspec.json.encode(_seen).decode())

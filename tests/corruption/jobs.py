@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import tiny
+from verification.forkserver import ForkServer, JobResult
 
+SIX = {"max_steps": 6, "save_steps": 3}
 WORSE_AND_WORSE: dict[str, Any] = {
     "save_steps": 1,
     "evaluation_strategy": "steps",
@@ -24,6 +26,33 @@ WORSE_AND_WORSE: dict[str, Any] = {
     "load_best_model_at_end": True,
 }
 """Arguments of a run whose model gets worse with every step, so that its first checkpoint stays the best."""
+
+
+def started(
+    ranks: ForkServer,
+    layout: tiny.MatrixLayout,
+    output_dir: Path,
+    resume: Path | str | bool | None = None,
+    arguments: Mapping[str, Any] = SIX,
+    **given: Any,
+) -> JobResult:
+    """Let the ranks of a layout :func:`train`."""
+    source = str(resume) if isinstance(resume, Path) else resume
+    settings = {"layout": layout.to_json(), "output_dir": str(output_dir), "resume": source, "arguments": arguments}
+    return ranks.run(f"{__name__}:{train.__name__}", layout.nproc, {**settings, **given})
+
+
+def trained(*settings: Any, **given: Any) -> list[dict[str, Any]]:
+    """As :func:`started`; what every rank returned."""
+    return list(started(*settings, **given).values)
+
+
+def first_line(found: Mapping[str, Any], *hidden: Path) -> str:
+    """An error of stock in one line, without the directories of this run."""
+    text = str(found["error"]).splitlines()[0]
+    for path in hidden:
+        text = text.replace(str(path), "...")
+    return f"`{text}`"
 
 
 def train(
@@ -118,7 +147,7 @@ def pretrained(directories: list[str], model: Mapping[str, Any] | None = None) -
     return found
 
 
-def export(directory: str, seeds: list[int], room: int | None = None) -> list[dict[str, Any]]:
+def export(directory: Path, seeds: list[int], room: int | None = None) -> list[dict[str, Any]]:
     """Write models one after the other into a directory with the stock ``save_pretrained``; sums of their weights.
 
     Args:
@@ -136,7 +165,7 @@ def export(directory: str, seeds: list[int], room: int | None = None) -> list[di
         full = room is not None and at == len(seeds) - 1
         try:
             with no_longer_than(room if full and room is not None else -1):
-                model.save_pretrained(directory, max_shard_size="200KB")
+                model.save_pretrained(str(directory), max_shard_size="200KB")
         except Exception as error:
             found.append({"error": type(error).__name__})
         else:
@@ -170,15 +199,10 @@ def export_by_stock(source: str, target: str) -> None:
 
 def config_by_stock(source: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json as PaddleFormers writes it."""
-    import importlib
+    from tests.families.jobs import config_class
 
-    from tests.families.jobs import CONFIGS
-
-    model_type = source["model_type"]
-    kind = getattr(
-        importlib.import_module(f"paddleformers.transformers.{model_type}.configuration"), CONFIGS[model_type]
-    )
-    return dict(json.loads(kind.from_dict(dict(source)).to_json_string(saving_file=True)))
+    config = config_class(source["model_type"]).from_dict(dict(source))
+    return dict(json.loads(config.to_json_string(saving_file=True)))
 
 
 def train_as_a_worker(yaml: str, records: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +64,6 @@ TEXTS: tuple[str, ...] = (
 )
 ODD: tuple[Any, ...] = (None, True, False, [], {}, [[]], [0], {"a": 0}, nested(40), nested(3_000))
 
-Change = Callable[[random.Random, Any, list[Path]], Any]
-
 
 def mutated(document: Any, chance: random.Random) -> bytes:
     """The bytes of a document in which one to three nodes were changed.
@@ -76,8 +74,7 @@ def mutated(document: Any, chance: random.Random) -> bytes:
     """
     value = copy.deepcopy(document)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
-        change = chance.choice(_CHANGES)
-        value = change(chance, value, list(_paths(value, ())))
+        value = _changed(value, chance)
     return _encoded(written(value), chance)
 
 
@@ -86,17 +83,34 @@ def _encoded(text: str, chance: random.Random) -> bytes:
     if chance.random() < 0.9:
         return raw
     at = chance.randrange(len(raw) + 1)
-    return chance.choice(
-        (
-            b"\xef\xbb\xbf" + raw,
-            text.encode("utf-16", "surrogatepass"),
-            raw[:at],
-            raw[:at] + bytes([chance.randrange(256)]) + raw[at:],
-            raw + raw,
-            b"",
-            raw[:at] + b"\xff\xfe" + raw[at:],
-        )
-    )
+    one = bytes([chance.randrange(256)])
+    whole = (b"\xef\xbb\xbf" + raw, text.encode("utf-16", "surrogatepass"), raw + raw, b"")
+    return chance.choice((*whole, raw[:at], raw[:at] + one + raw[at:], raw[:at] + b"\xff\xfe" + raw[at:]))
+
+
+def _changed(value: Any, chance: random.Random) -> Any:
+    """A node is deleted, there many times, a copy of another, a neighbour of its number, or any other value."""
+    paths = list(_paths(value, ()))
+    path = chance.choice(paths)
+    if not path:
+        return chance.choice((*ODD, [value, copy.deepcopy(value)]))
+    parent, key = _node(value, path[:-1]), path[-1]
+    old, kind = parent[key], chance.randrange(8)
+    if kind == 0:
+        del parent[key]
+    elif kind == 1 and isinstance(parent, list):
+        parent[key:key] = [copy.deepcopy(old) for _ in range(chance.choice((1, 2, 40)))]
+    elif kind == 1:
+        again = chance.choice((key, f"{key}x", *TEXTS))
+        return _put(value, path[:-1], Pairs((*parent.items(), (again, copy.deepcopy(old)))))
+    elif kind == 2:
+        parent[key] = copy.deepcopy(_node(value, chance.choice(paths)))
+    elif kind < 5 and type(old) is int:
+        parent[key] = chance.choice((old - 1, old + 1, -old, 2 * old, old << 20, old // 2))
+    else:
+        own = NUMBERS if isinstance(old, (int, float)) else TEXTS if isinstance(old, str) else ODD
+        parent[key] = copy.deepcopy(chance.choice(own if chance.random() < 0.7 else (*NUMBERS, *TEXTS, *ODD)))
+    return value
 
 
 def _paths(value: Any, at: Path) -> Iterator[Path]:
@@ -117,60 +131,3 @@ def _put(value: Any, path: Path, new: Any) -> Any:
         return new
     _node(value, path[:-1])[path[-1]] = new
     return value
-
-
-def _replaced(chance: random.Random, value: Any, paths: list[Path]) -> Any:
-    """A node becomes another of its own type, or of any other."""
-    path = chance.choice(paths)
-    old = _node(value, path)
-    own: tuple[Any, ...] = NUMBERS if isinstance(old, (int, float)) else TEXTS if isinstance(old, str) else ODD
-    return _put(value, path, copy.deepcopy(chance.choice(own if chance.random() < 0.7 else (*NUMBERS, *TEXTS, *ODD))))
-
-
-def _moved(chance: random.Random, value: Any, paths: list[Path]) -> Any:
-    """A number becomes a neighbour, a multiple, or its negative."""
-    numbers = [path for path in paths if type(_node(value, path)) is int]
-    if not numbers:
-        return _replaced(chance, value, paths)
-    path = chance.choice(numbers)
-    old = _node(value, path)
-    return _put(value, path, chance.choice((old - 1, old + 1, -old, 2 * old, old << 20, old // 2)))
-
-
-def _deleted(chance: random.Random, value: Any, paths: list[Path]) -> Any:
-    path = chance.choice(paths)
-    if path:
-        del _node(value, path[:-1])[path[-1]]
-    return value
-
-
-def _doubled(chance: random.Random, value: Any, paths: list[Path]) -> Any:
-    """An entry of a list is there many times, an entry of an object under another key or under its own twice."""
-    path = chance.choice(paths)
-    if not path:
-        return [value, copy.deepcopy(value)]
-    parent, old = _node(value, path[:-1]), _node(value, path)
-    if isinstance(parent, list):
-        parent[path[-1] : path[-1]] = [copy.deepcopy(old) for _ in range(chance.choice((1, 2, 40)))]
-        return value
-    if chance.random() < 0.5:
-        parent[chance.choice((*TEXTS, f"{path[-1]}x"))] = copy.deepcopy(old)
-        return value
-    return _put(value, path[:-1], Pairs((*parent.items(), (path[-1], old))))
-
-
-def _swapped(chance: random.Random, value: Any, paths: list[Path]) -> Any:
-    """Two nodes that do not hold each other change places."""
-    one, other = chance.choice(paths), chance.choice(paths)
-    if one[: len(other)] == other or other[: len(one)] == one:
-        return value
-    first, second = _node(value, one), _node(value, other)
-    return _put(_put(value, one, second), other, first)
-
-
-def _copied(chance: random.Random, value: Any, paths: list[Path]) -> Any:
-    """A node becomes a copy of another."""
-    return _put(value, chance.choice(paths), copy.deepcopy(_node(value, chance.choice(paths))))
-
-
-_CHANGES: tuple[Change, ...] = (_replaced, _replaced, _moved, _moved, _deleted, _doubled, _swapped, _copied)

@@ -19,7 +19,7 @@ from paddleformers_fc.execute.load import load_checkpoint, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
-from tests.execute.simulated import CONFIG, MODEL, Arrays, Roles, canonical, live, succeed
+from tests.execute.simulated import MODEL, Arrays, Roles, canonical, live, succeed
 
 ARRAYS = canonical()
 OTHER = canonical(seed=1)
@@ -41,15 +41,23 @@ class Load:
     error: FlexError | None
 
 
-def save(directory: Path, arrays: Arrays = ARRAYS, tp: int = 1, sharded: int = 1, **roles: Roles) -> None:
-    """Save a job's weights and AdamW states, every rank a thread; ``roles`` replaces what rank 0 of one saves."""
+def save(
+    directory: Path,
+    arrays: Arrays = ARRAYS,
+    tp: int = 1,
+    sharded: int = 1,
+    described: ModelDescription = MODEL,
+    held: Callable[[int], Roles] | None = None,
+) -> Path:
+    """Save a job's weights and AdamW states, or what ``held`` gives for a rank, every rank a thread; the directory."""
 
     def work(channel: Channel) -> None:
-        held = roles.get("roles") or live(arrays, tp, channel.rank, sharded=sharded)
-        files = {"config.json": config_bytes(CONFIG)} if channel.rank == 0 else {}
-        save_checkpoint(directory, held, MODEL, files, JobRecord(3, 24, {"tp": tp}), channel)
+        roles = held(channel.rank) if held is not None else live(arrays, tp, channel.rank, sharded=sharded)
+        files = {"config.json": config_bytes(described.config)} if channel.rank == 0 else {}
+        save_checkpoint(directory, roles, described, files, JobRecord(3, 24, {"tp": tp}), channel)
 
     succeed(tp * sharded, work)
+    return directory
 
 
 def load(
@@ -61,37 +69,31 @@ def load(
     described: ModelDescription = MODEL,
 ) -> Load:
     """Load a flex checkpoint into live weights."""
-    return watched(
-        roles,
-        lambda: load_checkpoint(
-            open_on_all_ranks(directory, channel, verify), roles, described, channel, aoa_config=aoa
-        ),
-    )
+
+    def work() -> None:
+        load_checkpoint(open_on_all_ranks(directory, channel, verify), roles, described, channel, aoa_config=aoa)
+
+    return _watched(roles, work)
 
 
 def load_open_weights(directory: Path, roles: Roles) -> Load:
     """Load open weights into a live model."""
     model = {"model_state": roles["model_state"]}
-    return watched(model, lambda: prepare_weights(directory, model, MODEL, ALONE).fill())
+    return _watched(model, lambda: prepare_weights(directory, model, MODEL, ALONE).fill())
 
 
-def watched(roles: Roles, work: Callable[[], object]) -> Load:
-    """Do something to live weights, and see what they hold before and after."""
-    before = bits(roles)
+def _watched(roles: Roles, work: Callable[[], object]) -> Load:
+    before, error = _bits(roles), None
     try:
         work()
-    except FlexError as error:
-        return Load(before, bits(roles), error)
-    return Load(before, bits(roles), None)
+    except FlexError as raised:
+        error = raised
+    return Load(before, _bits(roles), error)
 
 
-def bits(roles: Roles) -> Bits:
-    """Dtype and bytes of every live weight."""
-    return {
-        (role, name): (str(weight.local_tensor.dtype), weight.local_tensor.numpy().tobytes())
-        for role, names in roles.items()
-        for name, weight in names.items()
-    }
+def _bits(roles: Roles) -> Bits:
+    held = {(role, name): weight.local_tensor for role, names in roles.items() for name, weight in names.items()}
+    return {key: (str(tensor.dtype), tensor.numpy().tobytes()) for key, tensor in held.items()}
 
 
 def refusal(found: Load) -> FlexError:
@@ -105,12 +107,17 @@ def right(found: Load, expected: Roles) -> bool:
     """Whether a load has put exactly these bits into every target."""
     if found.error is not None:
         raise found.error
-    return found.after == bits(expected)
+    return found.after == _bits(expected)
 
 
-def empty(tp: int = 1, rank: int = 0, arrays: Arrays = ARRAYS) -> Roles:
+def empty(arrays: Arrays = ARRAYS) -> Roles:
     """Live weights of a model that is about to be loaded."""
-    return live(arrays, tp, rank, empty=True)
+    return live(arrays, 1, 0, empty=True)
+
+
+def model_of(arrays: Arrays) -> Roles:
+    """What the live model holds after a load of these weights, without optimizer states."""
+    return {"model_state": live(arrays, 1, 0)["model_state"]}
 
 
 def cast(roles: Roles, dtype: str, *names: str) -> Roles:
@@ -128,12 +135,3 @@ def with_masters(roles: Roles) -> Roles:
         fields = {**vars(weight), "key": f"{name}.w_0", "local_tensor": paddle.clone(weight.local_tensor)}
         masters[f"{name}.w_0"] = type(weight)(**fields)
     return {**roles, "master_weight": masters}
-
-
-# ---- Jobs for ranks.
-
-
-def loads_without_strided_kernels(directory: str) -> bool:
-    """Load while Paddle's strided kernels are off, in a process of its own."""
-    paddle.set_flags({"FLAGS_use_stride_kernel": 0})
-    return right(load(Path(directory), empty()), live(ARRAYS, 1, 0))

@@ -2,79 +2,66 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import paddle
 
 from paddleformers_fc.families import ModelDescription
-from tests.execute.simulated import Arrays, Roles
+from tests.corruption import ours
+from tests.execute.simulated import Roles
 
-HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, GROUPS, HEAD = 16, 24, 32, 4, 2, 4
-CONFIG = {
-    "model_type": "phi3",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": 1,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": GROUPS,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": False,
-}
-MODEL = ModelDescription(CONFIG)
-QKV, GATE_UP = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.gate_up_proj.weight"
-PARTS = {QKV: (HEADS * HEAD, GROUPS * HEAD, GROUPS * HEAD), GATE_UP: (INTERMEDIATE, INTERMEDIATE)}
+LAYER = "model.layers.0."
+QKV, GATE_UP = f"{LAYER}self_attn.qkv_proj.weight", f"{LAYER}mlp.gate_up_proj.weight"
+PARTS = {QKV: (16, 8, 8), GATE_UP: (24, 24)}
 """How many rows of an open, fused tensor belong to query, key and value, and to gate and up."""
+SHAPES = {
+    "model.embed_tokens.weight": (32, 16),
+    "model.norm.weight": (16,),
+    "lm_head.weight": (32, 16),
+    f"{LAYER}input_layernorm.weight": (16,),
+    f"{LAYER}post_attention_layernorm.weight": (16,),
+    QKV: (32, 16),
+    GATE_UP: (48, 16),
+    f"{LAYER}self_attn.o_proj.weight": (16, 16),
+    f"{LAYER}mlp.down_proj.weight": (16, 24),
+}
+_RANDOM = np.random.RandomState(0)
+ARRAYS = {name: _RANDOM.randn(*shape).astype(np.float32) for name, shape in SHAPES.items()}
+"""The weights as in open files, [out, in]."""
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+MODEL = ModelDescription({"model_type": "phi3", **SIZES, **HEADS})
 
 
-def canonical() -> Arrays:
-    """The weights as in open files, [out, in]."""
-    random = np.random.RandomState(0)
-    shapes = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-        "model.layers.0.input_layernorm.weight": (HIDDEN,),
-        "model.layers.0.post_attention_layernorm.weight": (HIDDEN,),
-        QKV: (sum(PARTS[QKV]), HIDDEN),
-        GATE_UP: (sum(PARTS[GATE_UP]), HIDDEN),
-        "model.layers.0.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
-        "model.layers.0.mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
-    }
-    return {name: random.randn(*shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def live(arrays: Arrays, tp: int, rank: int, empty: bool = False) -> Roles:
+def live(tp: int, rank: int, empty: bool = False) -> Roles:
     """One rank's live weights: fused tensors hold, rank after rank, that rank's share of every part."""
-    weights: dict[str, Any] = {}
-    for name, array in arrays.items():
-        axis: int | None = None
+    weights = {}
+    for name, array in ARRAYS.items():
+        axis = 0 if array.ndim == 2 else None
         if name in PARTS:
             parts = np.split(array.T, np.cumsum(PARTS[name])[:-1], axis=1)
             shares = [np.split(part, tp, axis=1) for part in parts]
             array, axis = np.concatenate([share[at] for at in range(tp) for share in shares], axis=1), 1
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            array, axis = array.T, 0
-        elif array.ndim == 2:
-            axis = 0
-        weights[name] = _part(name, array, axis, tp, rank, empty)
+            array = array.T
+        local, offset = array, [0] * array.ndim
+        if axis is not None:
+            local = np.split(array, tp, axis)[rank]
+            offset[axis] = rank * local.shape[axis]
+        weights[name] = SimpleNamespace(
+            key=name,
+            local_tensor=paddle.to_tensor(np.zeros_like(local) if empty else np.ascontiguousarray(local)),
+            local_shape=local.shape,
+            global_shape=array.shape,
+            global_offset=tuple(offset),
+            is_flattened=False,
+            flattened_range=None,
+        )
     return {"model_state": weights}
 
 
-def _part(name: str, array: np.ndarray[Any, Any], axis: int | None, tp: int, rank: int, empty: bool) -> Any:
-    offset = [0] * array.ndim
-    local = array
-    if axis is not None:
-        size = array.shape[axis] // tp
-        offset[axis] = size * rank
-        local = np.take(array, range(offset[axis], offset[axis] + size), axis)
-    return SimpleNamespace(
-        key=name,
-        local_tensor=paddle.to_tensor(np.zeros_like(local) if empty else np.ascontiguousarray(local)),
-        local_shape=local.shape,
-        global_shape=array.shape,
-        global_offset=tuple(offset),
-        is_flattened=False,
-        flattened_range=None,
-    )
+def save(directory: Path) -> Path:
+    """Save it from two ranks; the directory."""
+    return ours.save(directory, tp=2, described=MODEL, held=lambda rank: live(2, rank))

@@ -8,17 +8,16 @@ because the faults are about what stays behind in a process.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.harness.on_ranks import run_on_ranks
 from verification.forkserver import ForkServer
 
 Tensor = dict[str, Any]
 Step = dict[str, Any]
-JOB = "tests.corruption.stock:play"
 
 
 def tensor(values: Any, dtype: str = "float32", **where: Any) -> Tensor:
@@ -42,27 +41,29 @@ def save(directory: Path, *by_rank: dict[str, Tensor], **options: Any) -> Step:
     return {"do": "save", "directory": str(directory), "by_rank": list(by_rank), "options": options}
 
 
-def load(directory: Path, *by_rank: dict[str, Tensor], **options: Any) -> Step:
+def load(directory: Path, wanted: dict[str, Tensor], **options: Any) -> Step:
     """The step that loads."""
-    return {"do": "load", "directory": str(directory), "by_rank": list(by_rank), "options": options}
+    return {"do": "load", "directory": str(directory), "by_rank": [wanted], "options": options}
 
 
-def flags(**values: Any) -> Step:
-    """The step that sets flags of Paddle."""
-    return {"do": "flags", "values": values}
-
-
-def outcomes(server: ForkServer, steps: Sequence[Step], nproc: int = 1) -> list[dict[str, Any]]:
+def outcomes(server: ForkServer, *steps: Step, nproc: int = 1) -> list[dict[str, Any]]:
     """What the first rank found after every step: ``{name: {"values", "dtype"}}``, or ``{"error": text}``."""
-    found: list[dict[str, Any]] = server.run(JOB, nproc, {"steps": list(steps)}).values[0]
-    return found
+    return list(run_on_ranks(server, nproc, play, steps=steps)[0])
+
+
+def loaded(
+    server: ForkServer, directory: Path, saved: dict[str, Tensor], wanted: dict[str, Tensor], **options: Any
+) -> dict[str, Any]:
+    """What a load finds in the process that has saved."""
+    both = {name: value for name, value in options.items() if name == "safetensors"}
+    return outcomes(server, save(directory, saved, **both), load(directory, wanted, **options))[1]
 
 
 # ---- The ranks' side.
 
 
 def play(steps: list[Step]) -> list[dict[str, Any]]:
-    """A job: play the steps."""
+    """Play the steps on this rank."""
     import paddle
     from paddle.distributed import load_state_dict, save_state_dict
 
@@ -72,10 +73,7 @@ def play(steps: list[Step]) -> list[dict[str, Any]]:
     call = {"save": save_state_dict, "load": load_state_dict}
     found: list[dict[str, Any]] = []
     for step in steps:
-        if step["do"] == "flags":
-            paddle.set_flags(step["values"])
-            found.append({})
-            continue
+        paddle.set_flags(step["options"].pop("flags", {}))
         tensors = {name: _made(name, one) for name, one in step["by_rank"][min(rank, len(step["by_rank"]) - 1)].items()}
         try:
             call[step["do"]](tensors, step["directory"], **step["options"])

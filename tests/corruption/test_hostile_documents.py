@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from paddleformers_fc.distributed.channel import ALONE
-from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, PeerError, from_wire
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingError, from_wire
 from paddleformers_fc.execute.opening import open_newest
 from paddleformers_fc.families.stated import decode_mapping
 from paddleformers_fc.formats.flex import open_flex
@@ -24,10 +24,10 @@ from paddleformers_fc.storage.json_io import MAX_DEPTH, MAX_DIGITS, MAX_DOCUMENT
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
 from paddleformers_fc.storage.pickles import MAX_PROGRAM_BYTES, read_pickle
 from tests.corruption import hostile, mutations
-from tests.corruption.guarantees import bound
+from tests.corruption.guarantees import observe
 from tests.harness.sampling import thorough
 from tests.harness.sealing import sealed
-from tests.storage.test_pickles import hostile as hostile_pickles
+from tests.storage.test_pickles import hostile as hostile_pickles, written
 
 SEED = int(os.environ.get("FLEX_HOSTILE_SEED", "1"))
 USUAL = 150
@@ -58,21 +58,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", hostile.KINDS)
 def test_a_document_with_changed_nodes_is_refused_or_read_and_nothing_else(kind: str, place: Path) -> None:
     seen = hostile.fuzz(kind, place, SEED, COUNT)
-    print(f"{seen.tried:,} {kind}, {seen.refused:,} refused, the slowest in {seen.slowest:.2f} s")
     assert seen.tried == COUNT
     assert seen.strange == []
     assert seen.refused > COUNT // 3
     assert seen.slowest < 10
-
-
-def test_the_counts_are_those_of_the_guarantees() -> None:
     if COUNT == USUAL:
-        bound(
-            "1",
-            f"{USUAL * len(hostile.KINDS):,} documents with changed nodes (seed {SEED}), {USUAL} of each kind: "
-            f"{', '.join(sorted(hostile.KINDS))}. Each is refused with an error of this package or read as what it "
-            f"says, in a process that may take {hostile.SPARE_BYTES >> 30} GiB beyond its imports.",
-        )
+        kinds, spare = ", ".join(sorted(hostile.KINDS)), hostile.SPARE_BYTES >> 30
+        total = USUAL * len(hostile.KINDS)
+        observe("hostile", total=total, seed=SEED, each=USUAL, kinds=kinds, spare=spare)
 
 
 @pytest.mark.parametrize("left_out", [hostile.DEAR, pytest.param((), marks=pytest.mark.slow)], ids=["most", "all"])
@@ -81,72 +74,40 @@ def test_a_document_that_requests_much_memory_is_refused_in_bounded_memory_and_t
 ) -> None:
     seen = hostile.blasts(tmp_path, left_out)
     assert seen.keys() == hostile.BOMBS.keys() - set(left_out)
-    assert {name: one.error for name, one in seen.items() if one.error not in _OURS} == {}
+    assert {name: one.strange for name, one in seen.items() if not one.refused} == {}
     assert {name: one.peak for name, one in seen.items() if one.peak > MOST} == {}
-    assert {name: one.seconds for name, one in seen.items() if one.seconds > 60} == {}
+    assert {name: one.slowest for name, one in seen.items() if one.slowest > 60} == {}
     lengths = {name: size for name, size in LENGTHS.items() if name in seen}
     assert {name: seen[name].peak / size for name, size in lengths.items() if seen[name].peak > 30 * size} == {}
-    bound("2", f"Refused, with at most {MOST // 10**6} MB held by Python's allocator: {'; '.join(hostile.BOMBS)}.")
+    observe("bombs", most=MOST // 10**6, names="; ".join(hostile.BOMBS))
 
 
-_OURS = {kind.__name__ for kind in (FormatError, PeerError)} | {"MappingError"}
-
-
-@pytest.mark.slow
 def test_pickles_are_refused_and_run_nothing(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     made = hostile_pickles(canary)
-    for raw in made.values():
-        (tmp_path / "x").write_bytes(raw)
-        with pytest.raises(FlexError):
-            read_pickle(tmp_path / "x")
+    for name, raw in made.items():
+        print(name)
+        with pytest.raises((FormatError, Corrupt), match=str(tmp_path / "x")):
+            read_pickle(written(tmp_path / "x", raw))
         assert not canary.exists()
-    bound(
-        "3",
-        f"Pickles of Paddle's checkpoints are read by a machine that imports, calls and builds nothing; at most "
-        f"{MAX_PROGRAM_BYTES >> 20} MiB of instructions, the bytes of arrays aside, in at most 100 times their memory. "
-        f"Refused, with nothing run: {', '.join(made)}.",
-    )
+    observe("pickles", program=MAX_PROGRAM_BYTES >> 20, names=", ".join(made))
 
 
 def test_json_is_read_within_the_bounds_that_are_stated() -> None:
-    bound(
-        "0",
-        f"A JSON document is read if it is UTF-8 without a byte order mark and at most {MAX_DOCUMENT_BYTES >> 20} MiB "
-        "long (an index 64, a manifest 256, a mapping and a state of the Trainer 512; a safetensors header 100 MB). "
-        f"Untyped ones are nested at most {MAX_DEPTH} deep, hold no integer of more than {MAX_DIGITS} characters and "
-        "no key twice. While it is parsed a document takes at most 30 times its length.",
-    )
+    observe("json", document=MAX_DOCUMENT_BYTES >> 20, depth=MAX_DEPTH, digits=MAX_DIGITS)
     for depth in (MAX_DEPTH - 1, MAX_DEPTH):
         assert parse_json(b"[" * depth + b"]" * depth) is not None
-    for raw in (
-        b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1),
-        b"9" * (MAX_DIGITS + 1),
-        b'{"a": 1, "b": {"c": 2, "c": 2}}',
-        b"\xef\xbb\xbf{}",
-        "{}".encode("utf-16"),
-        b'"\xff"',
-        b"{} {}",
-        b"",
-    ):
+    deep, long = b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), b"9" * (MAX_DIGITS + 1)
+    twice, wide = b'{"a": 1, "b": {"c": 2, "c": 2}}', "{}".encode("utf-16")
+    for raw in (deep, long, twice, wide, b"\xef\xbb\xbf{}", b'"\xff"', b"{} {}", b""):
         with pytest.raises(ValueError):
             parse_json(raw)
 
 
-json_values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text()),
-    lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
-    max_leaves=20,
-)
-
-
 @thorough(200)
-@given(st.one_of(st.binary(max_size=200), json_values.map(lambda value: str(value).replace("'", '"').encode())))
+@given(st.binary(max_size=200) | st.text().map(str.encode))
 def test_any_bytes_are_refused_or_read(raw: bytes) -> None:
-    for read in (
-        lambda: decode_mapping(raw, "mapping.json"),
-        lambda: decode_index(raw, [], Path(INDEX_NAME)),
-    ):
+    for read in (lambda: decode_mapping(raw, "mapping.json"), lambda: decode_index(raw, [], Path(INDEX_NAME))):
         try:
             read()
         except FlexError as error:
@@ -157,9 +118,7 @@ def test_any_bytes_are_refused_or_read(raw: bytes) -> None:
 # ---- Paths.
 
 
-@pytest.mark.parametrize(
-    "name", ["../secret.json", "/etc/passwd", "a/../../secret.json", "", "..", "\0", "//server/share"]
-)
+@pytest.mark.parametrize("name", ["../secret.json", "/etc/passwd", "a/../../secret.json", "", "\0"])
 def test_an_index_cannot_name_a_file_outside_its_directory(name: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(FormatError, match="outside its directory"):

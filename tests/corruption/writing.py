@@ -9,7 +9,7 @@ from tests.corruption import guarantees
 
 def pytest_configure() -> None:
     """The document is not looked at in this run."""
-    guarantees.MODE.writing = True
+    guarantees.writing = True
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:

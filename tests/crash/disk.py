@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.crash.net import Operation
+
 CONTENTS = ("nothing", "half", "zeros", "all")
 """What may be on the device of a file that was written and not synced."""
 
@@ -54,17 +56,6 @@ class Loss:
     content: str
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """One operation, with paths relative to the output directory, what it writes, and where if not at the end."""
-
-    kind: str
-    path: str
-    other: str = ""
-    data: bytes = b""
-    offset: int | None = None
-
-
 class Disk:
     """The model; paths are relative to a root that is there from the beginning.
 
@@ -75,8 +66,8 @@ class Disk:
     def __init__(self, there: Path) -> None:
         self.root = _on_device(there)
 
-    def play(self, operation: Recorded) -> None:
-        """What an operation does."""
+    def play(self, operation: Operation) -> None:
+        """What an operation does; its paths are relative to the root."""
         parent, name = self._parent(operation.path)
         match operation.kind:
             case "create":
@@ -98,9 +89,6 @@ class Disk:
                 else:
                     self._change(parent, {name: before.names[old]})
                     self._change(before, {old: None})
-            case "link":
-                before, old = self._parent(operation.other)
-                self._change(parent, {name: before.names[old]})
             case "unlink" | "rmdir":
                 self._change(parent, {name: None})
             case _:

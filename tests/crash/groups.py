@@ -1,6 +1,6 @@
 """The ranks of a job as forked processes, each with a net under it, that can be killed, and asked what they did.
 
-They talk through sockets in a star. The end of one rank is seen by the others as the end of its socket, and ends the
+They talk through pipes in a star. The end of one rank is seen by the others as the end of its pipe, and ends the
 exchange with an error, as the failure of a collective operation does.
 
 Time: a fork of a process that has imported numpy and this package takes 1 ms.
@@ -9,20 +9,17 @@ Time: a fork of a process that has imported numpy and this package takes 1 ms.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import signal
-import socket
-import struct
-import sys
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import msgspec
 import numpy as np
 
 from paddleformers_fc.distributed.channel import ALONE, Bytes, Channel, CollectiveChannel
@@ -32,21 +29,28 @@ from tests.harness.limits import LIMIT
 
 DONE, REFUSED, BROKEN = 0, 3, 4
 """Exit codes: the job was done, ended with an error of ours, or with anything else."""
-_LENGTH = struct.Struct("<I")
+Links = Sequence[tuple[Connection, Connection]]
+"""The pipe between the first rank and every other one."""
 
 
-class SocketChannel(CollectiveChannel):
+class PipeChannel(CollectiveChannel):
     """A rank's way to the others.
 
     Args:
         rank: this rank.
-        world_size: number of ranks.
-        sockets: of the first rank, to every other one; of every other rank, to the first.
+        links: of the job.
+
+    Attributes:
+        sent: bytes that this rank has written to its pipes.
     """
 
-    def __init__(self, rank: int, world_size: int, sockets: list[socket.socket]) -> None:
-        super().__init__(rank, world_size)
-        self._sockets = sockets
+    def __init__(self, rank: int, links: Links) -> None:
+        super().__init__(rank, len(links) + 1)
+        self._ends = [links[rank - 1][1]] if rank else [end for end, _ in links]
+        self.sent = 0
+        # A pipe ends when no process has its other end.
+        for end in (end for link in links for end in link if end not in self._ends):
+            end.close()
 
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
         """The maximum over all ranks.
@@ -54,8 +58,7 @@ class SocketChannel(CollectiveChannel):
         Raises:
             PeerError: a rank has ended.
         """
-        everyone = self._all_gather(array.tobytes())
-        return np.maximum.reduce([np.frombuffer(one, np.uint8) for one in everyone])
+        return np.maximum.reduce(self._all_gather(array))
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """What some ranks have for this one.
@@ -63,43 +66,26 @@ class SocketChannel(CollectiveChannel):
         Raises:
             PeerError: a rank has ended.
         """
-        payload = msgspec.msgpack.encode({rank: array.tobytes() for rank, array in outgoing.items()})
-        everyone = [msgspec.msgpack.decode(one, type=dict[int, bytes]) for one in self._all_gather(payload)]
-        return {rank: np.frombuffer(everyone[rank][self.rank], np.uint8) for rank in sizes}
+        everyone = self._all_gather(dict(outgoing))
+        return {rank: everyone[rank][self.rank] for rank in sizes}
 
-    def _all_gather(self, payload: bytes) -> list[bytes]:
+    def _all_gather(self, thing: Any) -> list[Any]:
+        before = bytes_written()
         try:
-            if self.rank == 0:
-                everyone = [payload, *(_received(one) for one in self._sockets)]
-                for one in self._sockets:
-                    for text in everyone:
-                        _send(one, text)
-                return everyone
-            _send(self._sockets[0], payload)
-            return [_received(self._sockets[0]) for _ in range(self.world_size)]
-        except OSError as error:
+            if self.rank:
+                self._ends[0].send(thing)
+                return list(self._ends[0].recv())
+            everyone = [thing, *(end.recv() for end in self._ends)]
+            for end in self._ends:
+                end.send(everyone)
+            return everyone
+        except (OSError, EOFError) as error:
             # As in a collective operation, the failure of one is everyone's.
-            for one in self._sockets:
-                one.close()
+            for end in self._ends:
+                end.close()
             raise PeerError(f"Rank {self.rank} has lost another rank: {error}.") from error
-
-
-def _send(connection: socket.socket, payload: bytes) -> None:
-    connection.sendall(_LENGTH.pack(len(payload)) + payload)
-
-
-def _received(connection: socket.socket) -> bytes:
-    return _exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0])
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionResetError("it has ended")
-        data += part
-    return bytes(data)
+        finally:
+            self.sent += bytes_written() - before
 
 
 @dataclass(frozen=True)
@@ -145,11 +131,11 @@ class RefuseAt(Gate):
             raise OSError(self.errno, os.strerror(self.errno), operation.path)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankEnd:
     """How a rank ended.
 
-    Args:
+    Attributes:
         code: exit code, negative for a signal.
         kinds: of every operation it has made, if it lived to tell.
         text: of the error it ended with.
@@ -157,104 +143,75 @@ class RankEnd:
         unseen: bytes it has written that the net has not seen.
     """
 
-    code: int
-    kinds: tuple[str, ...] = ()
+    code: int = BROKEN
+    kinds: list[str] = field(default_factory=list)
     text: str = ""
-    outside: tuple[str, ...] = ()
+    outside: list[str] = field(default_factory=list)
     unseen: int = 0
 
 
-class Group:
-    """The ranks of one job, running. They have a process group of their own.
+def run_ranks(
+    ranks: int, job: Callable[[Channel], None], watched: Path, gates: Mapping[int, Gate] | None = None
+) -> list[RankEnd]:
+    """Run the ranks of one job, in a process group of their own; how each has ended.
 
     Args:
         ranks: how many.
         job: what each does.
-        gates: what happens at a rank's operations, by rank; nothing to those not named.
         watched: below it no file may be touched beside the net.
+        gates: what happens at a rank's operations, by rank; nothing to those not named.
     """
-
-    def __init__(
-        self,
-        ranks: int,
-        job: Callable[[Channel], None],
-        watched: Path,
-        gates: dict[int, Gate] | None = None,
-    ) -> None:
-        pairs = [socket.socketpair() for _ in range(ranks - 1)]
-        pipes = [os.pipe() for _ in range(ranks)]
-        self._reports = [read for read, _ in pipes]
-        self.pids: list[int] = []
-        for rank in range(ranks):
-            pid = os.fork()
-            if pid == 0:
-                leader = self.pids[0] if self.pids else 0
-                _become(rank, leader, pairs, pipes)
-                ends = [ours for ours, _ in pairs] if rank == 0 else [pairs[rank - 1][1]]
-                channel = SocketChannel(rank, ranks, ends) if ranks > 1 else ALONE
-                net = Net((gates or {}).get(rank, Gate()))
-                _run(channel, job, net, watched, pipes[rank][1])
-            self.pids.append(pid)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.setpgid(pid, self.pids[0])
-        for one in (end for pair in pairs for end in pair):
-            one.close()
-        for _, write in pipes:
-            os.close(write)
-
-    def end(self) -> list[RankEnd]:
-        """Wait until every rank has ended; how each did. A rank that hangs is ended by an alarm."""
-        reports = [_read_all(descriptor) for descriptor in self._reports]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
-        return [_rank_end(code, text) for code, text in zip(codes, reports, strict=True)]
+    links = [Pipe() for _ in range(ranks - 1)]
+    pids: list[int] = []
+    reports: list[Connection] = []
+    for rank in range(ranks):
+        report, told = Pipe(duplex=False)
+        pid = os.fork()
+        if pid == 0:
+            _join_group(0, pids)
+            _live(rank, links, job, Net((gates or {}).get(rank, Gate())), watched, told)
+        told.close()
+        _join_group(pid, pids)
+        pids.append(pid)
+        reports.append(report)
+    for end in (end for link in links for end in link):
+        end.close()
+    return [_ended(pid, report) for pid, report in zip(pids, reports, strict=True)]
 
 
-def _become(
-    rank: int, leader: int, pairs: list[tuple[socket.socket, socket.socket]], pipes: list[tuple[int, int]]
-) -> None:
+def _join_group(pid: int, pids: Sequence[int]) -> None:
+    """Both processes do it, because neither knows which of them comes first."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.setpgid(0, leader)
+        os.setpgid(pid, pids[0] if pids else pid)
+
+
+def _live(
+    rank: int, links: Links, job: Callable[[Channel], None], net: Net, watched: Path, told: Connection
+) -> NoReturn:
+    """What a forked rank does from its beginning to its end; an alarm ends one that hangs."""
     signal.alarm(math.ceil(LIMIT))
-    for number, (ours, theirs) in enumerate(pairs, start=1):
-        if rank != 0:
-            ours.close()
-        if rank != number:
-            theirs.close()
-    for number, (read, write) in enumerate(pipes):
-        os.close(read)
-        if number != rank:
-            os.close(write)
-
-
-def _run(channel: Channel, job: Callable[[Channel], None], net: Net, watched: Path, report: int) -> None:
-    """What a forked rank does from its beginning to its end."""
-    code, text = BROKEN, ""
+    end = RankEnd()
     try:
+        channel = PipeChannel(rank, links) if links else ALONE
         net.watch(watched)
         before = bytes_written()
         try:
             with cast(net):
                 job(channel)
-            code = DONE
+            end.code = DONE
         except FlexError as error:
-            code, text = REFUSED, error.render()
-        unseen = bytes_written() - before - net.written
-        document = {"kinds": net.kinds, "text": text, "outside": net.outside, "unseen": unseen}
+            end.code, end.text = REFUSED, error.render()
+        end.unseen = bytes_written() - before - net.written - getattr(channel, "sent", 0)
+        end.kinds, end.outside = net.kinds, net.outside
     except BaseException:
-        document = {"text": traceback.format_exc()}
-    os.write(report, json.dumps(document).encode())
-    sys.stdout.flush()
-    os._exit(code)
+        end.code, end.text = BROKEN, traceback.format_exc()
+    told.send(end)
+    os._exit(end.code)
 
 
-def _read_all(descriptor: int) -> bytes:
-    with os.fdopen(descriptor, "rb") as pipe:
-        return pipe.read()
-
-
-def _rank_end(code: int, document: bytes) -> RankEnd:
-    if not document:
-        return RankEnd(code)
-    found: dict[str, Any] = json.loads(document)
-    kinds, outside = tuple(found.get("kinds", ())), tuple(found.get("outside", ()))
-    return RankEnd(code, kinds, found["text"], outside, found.get("unseen", 0))
+def _ended(pid: int, report: Connection) -> RankEnd:
+    end = RankEnd()
+    with report, contextlib.suppress(EOFError, OSError):  # It was killed.
+        end = report.recv()
+    end.code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return end

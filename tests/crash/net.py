@@ -25,50 +25,24 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-CHANGES = {
-    "write": "write",
-    "writev": "write",
-    "pwrite": "write",
-    "pwritev": "write",
-    "fsync": "sync",
-    "fdatasync": "sync",
-    "mkdir": "mkdir",
-    "makedirs": "mkdir",
-    "rename": "rename",
-    "replace": "rename",
-    "renames": "rename",
-    "unlink": "unlink",
-    "remove": "unlink",
-    "rmdir": "rmdir",
-    "removedirs": "rmdir",
-    "truncate": "truncate",
-    "ftruncate": "truncate",
-    "posix_fallocate": "truncate",
-    "link": "link",
-    "symlink": "link",
-    "sendfile": "copy",
-    "copy_file_range": "copy",
-    "splice": "copy",
+_NAMES = {
+    "write": ("write", "writev", "pwrite", "pwritev"),
+    "sync": ("fsync", "fdatasync"),
+    "mkdir": ("mkdir", "makedirs"),
+    "rename": ("rename", "replace", "renames"),
+    "unlink": ("unlink", "remove"),
+    "rmdir": ("rmdir", "removedirs"),
+    "truncate": ("truncate", "ftruncate", "posix_fallocate"),
+    "link": ("link", "symlink"),
+    "copy": ("sendfile", "copy_file_range", "splice"),
+    "look": ("listdir", "scandir"),
 }
-"""Functions of ``os`` that change a file system, and what they are called here. ``open`` is classified by its flags."""
-LOOKS = {"listdir", "scandir"}
-"""Functions of ``os`` that only look, at which a process can be held while another one works."""
+KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
+"""What the functions of ``os`` that are operations are called here. ``open`` is classified by its flags."""
 AUDITED = {
-    "open",
-    "os.mkdir",
-    "os.rename",
-    "os.remove",
-    "os.rmdir",
-    "os.truncate",
-    "os.link",
-    "os.symlink",
-    "os.chmod",
-    "shutil.copyfile",
-    "shutil.copytree",
-    "shutil.move",
-    "shutil.rmtree",
+    *("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.chmod"),
+    *("shutil.copyfile", "shutil.copytree", "shutil.move", "shutil.rmtree"),
 }
-_NOTHING = memoryview(b"")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -84,9 +58,9 @@ class Operation:
             that changes nothing.
         path: the file or directory; of a rename or link the new name.
         other: of a rename or link the old name.
-        tear: carries out the first half of a write.
         data: of a write, what is written.
         offset: of a write, where in the file; None for its end.
+        descriptor: of a write, the open file.
     """
 
     number: int
@@ -94,9 +68,17 @@ class Operation:
     kind: str
     path: str
     other: str = ""
-    tear: Callable[[], None] = lambda: None
-    data: memoryview = _NOTHING
+    data: memoryview | bytes = b""
     offset: int | None = None
+    descriptor: int = -1
+
+    def tear(self) -> None:
+        """Carry out the first half of a write."""
+        half = self.data[: len(self.data) // 2]
+        if half and self.offset is None:
+            os.write(self.descriptor, half)
+        elif half:
+            os.pwrite(self.descriptor, half, self.offset)
 
 
 class Gate:
@@ -137,46 +119,33 @@ class Net:
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
-        if name in CHANGES or name in LOOKS:
-            return functools.partial(self._call, name, real)
-        return real
+        return functools.partial(self._call, name, real) if name in KINDS else real
 
     def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
         """Open a file; making or truncating one is an operation."""
         kind = "create" if flags & _WRITING else "look"
-        descriptor = int(self._pass(kind, os.fspath(path), lambda: os.open(path, flags, mode)))
-        self._paths[descriptor] = str(os.fspath(path))
+        descriptor = int(self._pass(lambda: os.open(path, flags, mode), kind=kind, path=os.fspath(path)))
+        self._paths[descriptor] = os.fspath(path)
         return descriptor
 
-    def _call(self, name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        subject = args[0] if args else "."
+    def _call(self, name: str, real: Callable[..., Any], subject: Any = ".", *rest: Any, **named: Any) -> Any:
+        kind = KINDS[name]
         path = self._paths.get(subject, f"descriptor {subject}") if isinstance(subject, int) else os.fspath(subject)
-        kind = CHANGES.get(name, "look")
-        if name in ("rename", "replace", "renames", "link"):
-            return self._pass(kind, str(os.fspath(args[1])), lambda: real(*args, **kwargs), str(path))
-        if name not in ("write", "pwrite"):
-            return self._pass(kind, str(path), lambda: real(*args, **kwargs))
-        data, offset = memoryview(args[1]), args[2] if name == "pwrite" else None
-        half = data[: data.nbytes // 2]
-        count = self._pass(
-            kind, str(path), lambda: real(*args), tear=lambda: _tear(subject, half, offset), data=data, offset=offset
-        )
-        self.written += count
-        return count
+        told: dict[str, Any] = {"kind": kind, "path": path}
+        if kind in ("rename", "link"):
+            told |= {"path": os.fspath(rest[0]), "other": path}
+        elif name in ("write", "pwrite"):
+            told |= {"data": memoryview(rest[0]), "offset": rest[1] if name == "pwrite" else None}
+            told |= {"descriptor": subject}
+        result = self._pass(lambda: real(subject, *rest, **named), **told)
+        if "data" in told:
+            self.written += result
+        return result
 
-    def _pass(
-        self,
-        kind: str,
-        path: str,
-        call: Callable[[], Any],
-        other: str = "",
-        tear: Callable[[], None] = lambda: None,
-        data: memoryview = _NOTHING,
-        offset: int | None = None,
-    ) -> Any:
+    def _pass(self, call: Callable[[], Any], kind: str, **told: Any) -> Any:
         with self._order:
             change = -1 if kind == "look" else sum(one != "look" for one in self.kinds)
-            operation = Operation(len(self.kinds), change, kind, path, other, tear, data, offset)
+            operation = Operation(len(self.kinds), change, kind, **told)
             self.kinds.append(kind)
             self.gate.before(operation)
             self._inside.now = True
@@ -189,7 +158,6 @@ class Net:
 
     def watch(self, root: Path) -> None:
         """Report what happens below ``root`` outside of the net, for the rest of this process."""
-        below = os.fspath(root)
 
         def hook(event: str, args: tuple[Any, ...]) -> None:
             if event not in AUDITED or getattr(self._inside, "now", False):
@@ -197,7 +165,7 @@ class Net:
             if event == "open" and not (isinstance(args[2], int) and args[2] & _WRITING):
                 return
             names = [os.fsdecode(one) for one in args if isinstance(one, (str, bytes, os.PathLike))]
-            if any(name.startswith(below) for name in names):
+            if any(name.startswith(str(root)) for name in names):
                 self.outside.append(f"{event} {' '.join(names)}")
 
         sys.addaudithook(hook)
@@ -205,11 +173,12 @@ class Net:
 
 @contextlib.contextmanager
 def cast(net: Net) -> Iterator[Net]:
-    """Let the package work above ``net``."""
+    """Let the package work above ``net``, also where it works above another one."""
     loaded = [module for name, module in sys.modules.items() if name.partition(".")[0] == "paddleformers_fc"]
     with contextlib.ExitStack() as stack:
         for module in loaded:
-            if vars(module).get("os") is os:
+            found = vars(module).get("os")
+            if found is os or isinstance(found, Net):
                 stack.enter_context(mock.patch.object(module, "os", net))
         yield net
 
@@ -218,10 +187,3 @@ def bytes_written() -> int:
     """Bytes that this process has written by system calls, to files and pipes, as the operating system counts."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["wchar"])
-
-
-def _tear(descriptor: int, half: memoryview, offset: int | None) -> None:
-    done = 0
-    while done < half.nbytes:
-        left = half[done:]
-        done += os.write(descriptor, left) if offset is None else os.pwrite(descriptor, left, offset + done)

@@ -16,28 +16,16 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paddleformers_fc.distributed.channel import Channel
-from paddleformers_fc.storage.paths import parse_hidden
-from tests.crash.groups import BROKEN, DONE, REFUSED, Group, RankEnd, RefuseAt
-from tests.crash.killing import Kill, prepared
-from tests.crash.kills import NEW, NEXT, OLD, Scenario, operations
+from tests.crash import kills
+from tests.crash.groups import DONE, REFUSED, RankEnd, RefuseAt, run_ranks
+from tests.crash.killing import Instant, Scenario, check, instants, run
 from tests.crash.net import Gate
-from tests.crash.worlds import (
-    Found,
-    Lost,
-    chosen,
-    cleaned_by_the_next_save,
-    copy,
-    names_in,
-    ranks_of,
-    save,
-    save_together,
-    whole,
-)
+from tests.crash.worlds import NEW, OLD, Lost, chosen, fresh, hidden_in, ranks_of, save, save_together
 
 REASONS = (errno.ENOSPC, errno.EIO, errno.EROFS)
 _MAKING = ("create", "write", "mkdir")
@@ -51,28 +39,31 @@ class Refusal:
     """One accident.
 
     Args:
-        at: the operation, as if it were a kill.
+        at: the operation.
         reason: the error number.
         lasting: whether all that follows is refused too.
     """
 
-    at: Kill
+    at: Instant
     reason: int
     lasting: bool
 
     def __str__(self) -> str:
-        lasting = " from then on" if self.lasting else ""
-        return f"{self.at.scenario.name}: {errno.errorcode[self.reason]}{lasting} at {self.at.number} ({self.at.kind})"
+        return f"{self.at}: {errno.errorcode[self.reason]}{' from then on' if self.lasting else ''}"
+
+
+def scenarios() -> Iterator[Scenario]:
+    """Saves of a new step and of a step again."""
+    return (one for one in kills.scenarios() if one.name.startswith(("a new step,", "a step again,")))
 
 
 def refusals(scenario: Scenario, directory: Path) -> list[Refusal]:
     """Every refusal of a scenario, each with one of the reasons in turn."""
-    kills = [kill for kill in operations(scenario, directory) if kill.all_ranks == (scenario.ranks == 1)]
     return [
-        Refusal(kill, REASONS[number % len(REASONS)], lasting)
-        for number, kill in enumerate(kills)
+        Refusal(at, REASONS[number % len(REASONS)], lasting)
+        for number, at in enumerate(instants(scenario, directory))
         for lasting in (False, True)
-        if lasting or kill.kind != "write" or number % 4 == 0
+        if lasting or at.kind != "write" or number % 4 == 0
     ]
 
 
@@ -82,112 +73,83 @@ def carry_out(refusal: Refusal, directory: Path) -> None:
     Raises:
         Lost: something does not.
     """
-    kill, scenario = refusal.at, refusal.at.scenario
-    there = prepared(scenario, directory, directory / "refused")
-    gates = {kill.rank: RefuseAt(kill.number, refusal.reason, refusal.lasting)}
-    ends = Group(scenario.ranks, lambda channel: scenario.job(there, channel), there, gates).end()
-    done = same_end(ends)
-    found = chosen(there)
-    if found != scenario.after and (done or found != scenario.before):
-        raise Lost(f"{found} is taken, and the ranks ended with {ends[0].code}")
-    if not done and errno.errorcode[refusal.reason] not in ends[0].text:
-        raise Lost(f"the error does not say why: {ends[0].text}")
-    if kill.kind in _MAKING:
+    at, scenario = refusal.at, refusal.at.scenario
+    there, ends = run(scenario, directory, {at.rank: RefuseAt(at.number, refusal.reason, refusal.lasting)})
+    done = _same_end(ends, [refusal.reason])
+    found = check(scenario, there, ends)
+    if at.kind in _MAKING:
         if done or found != scenario.before:
             raise Lost("the save went on though something could not be written")
-        if not refusal.lasting and hidden_in(there) != hidden_in(directory / "prepared" / "there"):
+        if not refusal.lasting and hidden_in(there):
             raise Lost(f"a failed save has left {hidden_in(there)}")
-    cleaned_by_the_next_save(there, 9, NEXT)
+    scenario.clean(there)
 
 
-def same_end(ends: list[RankEnd]) -> bool:
+def _same_end(ends: Sequence[RankEnd], reasons: Sequence[int]) -> bool:
     """Whether the ranks have done their job; all of them, or none.
 
     Raises:
-        Lost: they have not ended alike.
+        Lost: they have not ended alike, or with an error that does not say why.
     """
-    if len({(end.code, end.text) for end in ends}) != 1 or ends[0].code not in (DONE, REFUSED):
-        raise Lost(f"the ranks ended with {[(end.code, end.text) for end in ends]}")
-    return ends[0].code == DONE
-
-
-def hidden_in(directory: Path) -> list[str]:
-    """The directories beside the checkpoints that are not finished."""
-    return [name for name in names_in(directory) if parse_hidden(directory / name) is not None]
-
-
-def no_room(grid: str, directory: Path) -> Iterator[str]:
-    """A save of a further step with less room than it needs, and a little more each time: what is wrong, or nothing.
-
-    The room is that of a disk of its own, where the system lets us mount one; elsewhere the length of files is limited.
-
-    Args:
-        grid: the layout.
-        directory: to work in.
-    """
-    before, disk = directory / "before", directory / "disk"
-    save_together(before, grid, 5, OLD)
-    disk.mkdir()
-    size = sum(path.stat().st_size for path in before.rglob("*")) // 1024
-    for number in range(_ROOMS):
-        part = number / (_ROOMS - 1)
-        yield _tried(grid, copy(before, directory / "limited"), int(part**3 * 1024 * size))
-        if _mount(disk, f"size={int((1.3 + part) * size) + 60}k"):
-            shutil.copytree(before, disk, dirs_exist_ok=True)
-            yield _tried(grid, disk, None)
-            _unmount(disk)
-        else:
-            yield _tried(grid, copy(before, directory / "limited"), 1024 * number)
-
-
-def read_only(grid: str, directory: Path) -> str:
-    """A save of a further step where nothing can be written: what is wrong, or nothing.
-
-    Args:
-        grid: the layout.
-        directory: to work in.
-    """
-    there = directory / "read-only"
-    there.mkdir()
-    mounted = _mount(there, "size=10m")
-    save_together(there, grid, 5, OLD)
-    gates: dict[int, Gate] = {}
-    if mounted:
-        _mount(there, "size=10m", _READ_ONLY | _REMOUNT)
-    else:
-        gates = {rank: RefuseAt(0, errno.EROFS, lasting=True) for rank in range(ranks_of(grid))}
-    ends = Group(ranks_of(grid), lambda channel: save(there, grid, 6, NEW, channel), there, gates).end()
-    done, text = same_end(ends), ends[0].text
-    unchanged = names_in(there) == ["checkpoint-5"] and whole(there / "checkpoint-5") == OLD
-    _unmount(there)
-    return "" if unchanged and not done and "EROFS" in text else f"{grid}, read-only: {text}"
-
-
-def _tried(grid: str, there: Path, limit: int | None) -> str:
-    """Save a step under a bound on the length of a file, if any, and look."""
-    try:
-        ends = _save(grid, there, limit)
-        done = same_end(ends)
-        if not done and not any(name in ends[0].text for name in ("EFBIG", "ENOSPC")):
-            raise Lost(ends[0].text)
-        if chosen(there) != (Found(6, NEW) if done else Found(5, OLD)) or hidden_in(there):
-            raise Lost(f"{chosen(there)} is taken, {names_in(there)} are there, and the ranks ended with {ends[0]}")
-    except Lost as error:
-        return f"{grid}, {limit}: {error}"
-    return ""
-
-
-def _save(grid: str, there: Path, limit: int | None) -> list[RankEnd]:
-    def job(channel: Channel) -> None:
-        if limit is not None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-        save(there, grid, 6, NEW, channel)
-
-    ends = Group(ranks_of(grid), job, there).end()
-    if any(end.code == BROKEN for end in ends):
+    (code, text), *others = {(end.code, end.text) for end in ends}
+    if others or code not in (DONE, REFUSED):
         raise Lost(f"the ranks ended with {ends}")
-    return ends
+    if code == REFUSED and not any(errno.errorcode[reason] in text for reason in reasons):
+        raise Lost(f"the error does not say why: {text}")
+    return code == DONE
+
+
+@dataclass(frozen=True)
+class Room:
+    """A save of a further step with less room than it needs, or a little more; or where nothing can be written.
+
+    Args:
+        grid: the layout.
+        kind: whether the length of files is limited, the size of a disk, or the disk is read-only.
+        part: how much room there is, from 0 to 1.
+    """
+
+    grid: str
+    kind: str
+    part: float
+
+
+def rooms(grid: str, directory: Path) -> list[Room]:
+    """Every room for a layout."""
+    limits = [Room(grid, kind, number / (_ROOMS - 1)) for number in range(_ROOMS) for kind in ("files", "disk")]
+    return [*limits, Room(grid, "read-only", 1)]
+
+
+def save_into(room: Room, directory: Path) -> None:
+    """One save, on a disk of its own where the system lets us mount one; elsewhere files are limited, or it is refused.
+
+    Raises:
+        Lost: what was there before is not whole, or the ranks have not ended alike.
+    """
+    before, there = directory / "before" / room.grid, fresh(directory / "there")
+    if not before.exists():
+        save_together(before, room.grid, 5, OLD)
+    size = sum(path.stat().st_size for path in before.rglob("*")) // 1024
+    mounted = room.kind != "files" and _mount(there, f"size={int((1.3 + room.part) * size) + 60}k")
+    shutil.copytree(before, there, dirs_exist_ok=True)
+    gates: dict[int, Gate] = {}
+    if room.kind == "read-only" and not (mounted and _mount(there, "", _READ_ONLY | _REMOUNT)):
+        gates = {rank: RefuseAt(0, errno.EROFS, lasting=True) for rank in range(ranks_of(room.grid))}
+
+    def job(channel: Channel) -> None:
+        if room.kind != "read-only" and not mounted:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            most = int(room.part**3 * 1024 * size)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        save(there, room.grid, 6, NEW, channel)
+
+    try:
+        done = _same_end(run_ranks(ranks_of(room.grid), job, there, gates), (errno.EFBIG, *REASONS))
+        found = chosen(there)
+        if found != ((6, NEW) if done else (5, OLD)) or (done and gates) or hidden_in(there):
+            raise Lost(f"{found} is taken, {hidden_in(there)} are hidden, and that all have saved is {done}")
+    finally:
+        ctypes.CDLL(None).umount2(os.fsencode(there), 2)
 
 
 def with_own_mounts() -> bool:
@@ -204,7 +166,3 @@ def with_own_mounts() -> bool:
 def _mount(where: Path, options: str, flags: int = 0) -> bool:
     mount = ctypes.CDLL(None, use_errno=True).mount
     return int(mount(b"tmpfs", os.fsencode(where), b"tmpfs", flags, options.encode())) == 0
-
-
-def _unmount(where: Path) -> None:
-    ctypes.CDLL(None).umount2(os.fsencode(where), 2)

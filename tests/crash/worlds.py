@@ -11,31 +11,16 @@ import functools
 import json
 import os
 import shutil
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paddleformers_fc.distributed.channel import ALONE, Channel
-from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import FlexError
-from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.save import (
-    JobRecord,
-    begin_save,
-    comparable_facts,
-    config_bytes,
-    live_part,
-    save_checkpoint,
-    write_and_commit,
-)
-from paddleformers_fc.execute.save_plan import ranges_of
+from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
@@ -50,32 +35,19 @@ from paddleformers_fc.trainer.resume import find_newest
 from paddleformers_fc.trainer.rotation import Retention, delete_over_limit
 from verification.simulate_ranks import Roles, filled, run_threads
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 2,
-    "vocab_size": 16,
-    "tie_word_embeddings": False,
-}
+SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16, "head_dim": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False}
+CONFIG = {"model_type": "llama", **SIZES, **HEADS}
 MODEL = ModelDescription(CONFIG)
+OLD, NEW, NEXT = 1, 2, 3
+"""Generations: of what is there before, of what the job saves, and of the next save."""
 ONE = "dp=1"
-GRIDS = (
-    ONE,
-    "dp=2",
-    "tp=2",
-    "pp=2",
-    "sharding=2",
-    "sharding=2,split=true",
-    "tp=2,pp=2",
-    "tp=2,sharding=2",
-    "sharding=4,split=true",
-)
+TWO = ("dp=2", "tp=2", "pp=2", "sharding=2", "sharding=2,split=true")
+GRIDS = (ONE, *TWO, "tp=2,pp=2", "tp=2,sharding=2", "sharding=4,split=true")
 """The layouts, on 1, 2 and 4 ranks."""
-Job = Callable[[Path, Channel], None]
+SOME_GRIDS = (ONE, "tp=2", "sharding=4,split=true")
+Found = tuple[int, int]
+"""What a run that resumes would take: the step of a checkpoint, and the generation of its numbers."""
 
 
 class Lost(AssertionError):
@@ -89,52 +61,11 @@ def ranks_of(grid: str) -> int:
 
 def save(output_dir: Path, grid: str, step: int, generation: int, channel: Channel) -> None:
     """What one rank does to save ``checkpoint-step``."""
-    files, roles = _files(channel.rank, generation), weights_of(grid, channel.rank, generation)
-    record = JobRecord(step, generation, {})
-    save_checkpoint(output_dir / f"checkpoint-{step}", roles, MODEL, files, record, channel)
-
-
-def save_beside(output_dir: Path, grid: str, step: int, generation: int, channel: Channel) -> None:
-    """As :func:`save`, by a thread; the weights become those of another generation once they are copied."""
-    roles = weights_of(grid, channel.rank, generation)
-    files = _files(channel.rank, generation)
-    record = JobRecord(step, generation, {})
-    captured = threading.Event()
-
-    def run() -> None:
-        try:
-            facts = comparable_facts(MODEL, record, "warn")
-            planned = begin_save(
-                lambda: live_part(roles, MODEL, files, record, "warn"),
-                output_dir / f"checkpoint-{step}",
-                channel,
-                ConsistencyCheck("saving", facts),
-            )
-            part, buffer = planned.part, SnapshotBuffer()
-            ranges = ranges_of(planned.plan, step, part.replicas)
-            buffer.reserve(part.tensors, ranges)
-            tensors = buffer.begin(part.tensors, ranges).finish()
-            captured.set()
-            write_and_commit(planned, tensors, channel)
-        finally:
-            captured.set()
-
-    with ThreadPoolExecutor(1) as thread:
-        saving = thread.submit(run)
-        captured.wait()
-        while not saving.done():
-            for held in roles.values():
-                for one in held.values():
-                    one.local_tensor.array[...] += 1
-            os.sched_yield()
-        saving.result()
-
-
-def _files(rank: int, generation: int) -> dict[str, bytes]:
-    files = {f"trainer/rng-{rank:05d}.json": json.dumps({"generation": generation}).encode()}
-    if rank == 0:
+    files = {f"trainer/rng-{channel.rank:05d}.json": json.dumps({"generation": generation}).encode()}
+    if channel.rank == 0:
         files["config.json"] = config_bytes(CONFIG)
-    return files
+    roles, record = weights_of(grid, channel.rank, generation), JobRecord(step, generation, {})
+    save_checkpoint(output_dir / f"checkpoint-{step}", roles, MODEL, files, record, channel)
 
 
 def save_together(output_dir: Path, grid: str, step: int, generation: int) -> None:
@@ -155,10 +86,10 @@ def resume_and_save(output_dir: Path, grid: str, step: int, generation: int, cha
     save(output_dir, grid, step, generation, channel)
 
 
-def rotate_alone(output_dir: Path, limit: int | None, saved: Path | None, channel: Channel) -> None:
+def rotate_alone(output_dir: Path, limit: int, saved: Path | None, channel: Channel) -> None:
     """What the ranks of a Trainer do after a save."""
     if channel.rank == 0:
-        delete_over_limit(output_dir, Retention(limit), saved, (), _quiet)
+        delete_over_limit(output_dir, Retention(limit), saved, (), lambda line: None)
 
 
 def whole(checkpoint: Path) -> int:
@@ -173,43 +104,26 @@ def whole(checkpoint: Path) -> int:
     except FlexError as error:
         raise Lost(error.render()) from error
     generation = manifest.consumed_samples
-    for checksum in manifest.files:
-        path = checkpoint / checksum.path
-        data = path.read_bytes()
+    for path in (checkpoint / one.path for one in manifest.files):
+        seen = {generation}
         if path.suffix == ".safetensors" and path.name != INDEX_NAME:
-            for name, entry in read_header(path).tensors.items():
-                numbers = np.frombuffer(
-                    data,
-                    to_numpy(entry.dtype),
-                    (entry.end - entry.begin) // to_numpy(entry.dtype).itemsize,
-                    entry.begin,
-                )
-                if not (numbers == generation).all():
-                    raise Lost(f"{path} holds in {name} {numbers[numbers != generation][0]}, not {generation}.")
-        elif path.parent.name == "trainer" and json.loads(data)["generation"] != generation:
-            raise Lost(f"{path} is not of the generation {generation}.")
+            seen = numbers_in(path)
+        elif path.parent.name == "trainer":
+            seen = {json.loads(path.read_bytes())["generation"]}
+        if seen != {generation}:
+            raise Lost(f"{path} holds {sorted(seen)}, not {generation}.")
     return generation
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a run that resumes would take.
-
-    Args:
-        step: of the checkpoint.
-        generation: of its numbers.
-    """
-
-    step: int
-    generation: int
+def numbers_in(path: Path) -> set[float]:
+    """Every number of a file of tensors, once."""
+    data, entries = path.read_bytes(), read_header(path).tensors.values()
+    arrays = [np.frombuffer(data[one.begin : one.end], to_numpy(one.dtype)) for one in entries]
+    return {float(number) for array in arrays for number in set(array.tolist())}
 
 
-def chosen(output_dir: Path, kept: bool = False) -> Found:
+def chosen(output_dir: Path) -> Found:
     """What ``resume_from_checkpoint: true`` takes, checked to the last byte; nothing else may look like a checkpoint.
-
-    Args:
-        output_dir: where.
-        kept: whether files of somebody else may have been kept beside the checkpoints.
 
     Raises:
         Lost: there is nothing to take, or it is not whole, or something unfinished has the name of a checkpoint.
@@ -220,8 +134,7 @@ def chosen(output_dir: Path, kept: bool = False) -> Found:
     generation = whole(before)
     hidden = {one.path.name for one in leftovers(output_dir)}
     for name in names_in(output_dir):
-        theirs = kept and name.startswith("kept-")
-        if parse_step(output_dir / name) is None and name not in hidden and not theirs:
+        if parse_step(output_dir / name) is None and name not in hidden:
             raise Lost(f"{name} is neither a checkpoint nor recognised as unfinished.")
     after = find_newest(output_dir, ALONE)[0]
     if after is None or (after != before and whole(after) != generation):
@@ -229,27 +142,20 @@ def chosen(output_dir: Path, kept: bool = False) -> Found:
     step = parse_step(after)
     if step is None:
         raise Lost(f"{after} is taken, which has no step.")
-    return Found(step, generation)
+    return step, generation
 
 
-def cleaned_by_the_next_save(output_dir: Path, step: int, generation: int, kept: bool = False) -> None:
+def cleaned_by_the_next_save(output_dir: Path) -> None:
     """Save a further step; afterwards there are finished checkpoints and nothing else.
-
-    Args:
-        output_dir: where.
-        step: to save.
-        generation: of its numbers.
-        kept: as in :func:`chosen`.
 
     Raises:
         Lost: something is left, or the new checkpoint is not taken.
     """
-    save(output_dir, ONE, step, generation, ALONE)
-    if chosen(output_dir, kept) != Found(step, generation):
+    save(output_dir, ONE, 9, NEXT, ALONE)
+    if chosen(output_dir) != (9, NEXT):
         raise Lost(f"The next save is not what is taken: {names_in(output_dir)}.")
-    left = [name for name in names_in(output_dir) if parse_hidden(output_dir / name) is not None]
-    if left:
-        raise Lost(f"The next save has left {left}.")
+    if hidden_in(output_dir):
+        raise Lost(f"The next save has left {hidden_in(output_dir)}.")
 
 
 def names_in(directory: Path) -> list[str]:
@@ -257,18 +163,23 @@ def names_in(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def copy(source: Path, target: Path) -> Path:
-    """A fresh copy of a prepared directory under another name, in place of what was there."""
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(source, target, symlinks=True)
-    return target
+def hidden_in(directory: Path) -> list[str]:
+    """The directories beside the checkpoints that are not finished."""
+    return [name for name in names_in(directory) if parse_hidden(directory / name) is not None]
+
+
+def fresh(directory: Path) -> Path:
+    """An empty directory in place of what was there."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return directory
 
 
 def warm() -> None:
     """Make everything once that is made once: of a process that is about to fork."""
     for grid in GRIDS:
         for rank in range(ranks_of(grid)):
-            for generation in (1, 2, 3, 11, 12):
+            for generation in (OLD, NEW, NEXT):
                 weights_of(grid, rank, generation)
 
 
@@ -285,7 +196,3 @@ def weights_of(grid: str, rank: int, generation: int) -> Roles:
 
 def _constant(generation: int, role: str, shard: Shard) -> np.ndarray[Any, Any]:
     return np.full(shard.global_shape, generation, to_numpy(to_safetensors(shard.dtype)))
-
-
-def _quiet(_: str) -> None:
-    """Say nothing."""

@@ -6,16 +6,13 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import pytest
 
-from paddleformers_fc.storage import files
 from paddleformers_fc.storage.checksum import FileChecksum, FileRecord
 from paddleformers_fc.storage.commit import Staging, commit, staging_directory, sync_staging
 from paddleformers_fc.storage.executor import ReadPool
@@ -24,6 +21,7 @@ from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_fi
 from paddleformers_fc.storage.operations import Operation
 from paddleformers_fc.storage.paths import LOCK_NAME, UNFINISHED, AnyPath, hidden_name, parse_step, run_digest
 from paddleformers_fc.storage.safetensors import TensorWriter, layout_file, read_header
+from tests.crash import net
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 STATE = "trainer/state.json"
@@ -37,8 +35,7 @@ def header_bytes(document: Any, spelling: str = "with spaces") -> bytes:
     """The length field and the JSON text of a safetensors header; text is taken as it is."""
     if not isinstance(document, bytes):
         document = json.dumps(document, ensure_ascii=False, separators=SPELLINGS[spelling]).encode()
-    text = document
-    return struct.pack("<Q", len(text)) + text
+    return struct.pack("<Q", len(document)) + document
 
 
 def write_tensors(
@@ -118,55 +115,41 @@ def names_in(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-@dataclass
-class Machine:
-    """Stands in for ``os`` in ``storage.files`` and records every call that changes the file system.
+class Machine(net.Gate):
+    """Records every call that changes the file system.
+
+    Args:
+        ask: called with the name and the path of every call before it is carried out; may raise its error.
 
     Attributes:
-        before: called with the name and the path of every call before it is carried out; may raise its error.
         log: every call carried out: its name and its path.
     """
 
-    before: Callable[[str, Path], None] = lambda name, path: None
-    log: list[tuple[str, str]] = field(default_factory=list)
-    _paths: dict[int, Path] = field(default_factory=dict)
+    def __init__(self, ask: Callable[[str, Path], None] = lambda name, path: None) -> None:
+        self._ask = ask
+        self.log: list[tuple[str, str]] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+    def before(self, operation: net.Operation) -> None:
+        """Ask."""
+        if operation.kind != "look":
+            self._ask(operation.kind, Path(operation.path))
 
-    def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
-        descriptor = os.open(path, flags, mode)
-        self._paths[descriptor] = Path(path)
-        return descriptor
-
-    def fsync(self, descriptor: int) -> None:
-        # The device need not.
-        self._do("sync", self._paths[descriptor], lambda: None)
-
-    def mkdir(self, path: Path) -> None:
-        self._do("mkdir", path, lambda: os.mkdir(path))
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._do("rename", target, lambda: os.rename(source, target))
-
-    def unlink(self, path: Path) -> None:
-        self._do("unlink", path, lambda: os.unlink(path))
-
-    def rmdir(self, path: Path) -> None:
-        self._do("rmdir", path, lambda: os.rmdir(path))
-
-    def _do(self, name: str, path: Path, call: Callable[[], Any]) -> None:
-        self.before(name, path)
-        call()
-        self.log.append((name, str(path)))
+    def after(self, operation: net.Operation) -> None:
+        """Record."""
+        if operation.kind != "look":
+            self.log.append((operation.kind, operation.path))
 
 
-@contextmanager
-def running_on(machine: Machine) -> Iterator[None]:
-    """Let ``storage`` run on ``machine``."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "os", machine)
-        yield
+def running_on(machine: Machine) -> AbstractContextManager[net.Net]:
+    """Let the package run on ``machine``."""
+    return net.cast(net.Net(machine))
+
+
+def flip(path: Path, at: int, bits: int = 1) -> None:
+    """Change bits of one byte of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= bits
+    path.write_bytes(raw)
 
 
 class RangeReader(ReadPool):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ from paddleformers_fc.storage.manifest import (
     write_manifest,
 )
 from paddleformers_fc.storage.paths import ASIDE, LOCK_NAME, REMOVED, UNFINISHED, hidden_name, parse_hidden
+from tests.crash.net import Gate, Net, Operation, cast
 from tests.crash.refusals import with_own_mounts
 from tests.storage.support import (
     STATE,
@@ -49,6 +53,19 @@ from tests.storage.support import (
     stage,
     value_of,
 )
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for a device."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint with the value 1."""
+    save(tmp_path / "checkpoint-5", 1)
+    return tmp_path / "checkpoint-5"
 
 
 def test_staging_is_hidden_beside_the_target_and_locked(tmp_path: Path) -> None:
@@ -77,22 +94,21 @@ def test_a_committed_checkpoint_holds_what_was_staged_and_nothing_else(tmp_path:
 def part_copies(checkpoint: Path) -> None:
     """Record that copies of a tied tensor differ."""
     ties = [DivergedTie(["a", "b"], ["model_state b on rank 1, a on rank 0"])]
-    manifest = msgspec.structs.replace(read_manifest(checkpoint), ties=ties)
-    write_manifest(checkpoint, manifest)
+    write_manifest(checkpoint, msgspec.structs.replace(read_manifest(checkpoint), ties=ties))
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_save_whose_ties_differ_keeps_the_whole_checkpoint_that_it_replaces(tmp_path: Path, killed: bool) -> None:
-    target = tmp_path / "checkpoint-5"
-    save(target, 1)
+def test_a_save_whose_ties_differ_keeps_the_whole_checkpoint_that_it_replaces(
+    tmp_path: Path, saved: Path, killed: bool
+) -> None:
     for value in (2, 3):
         if killed:  # Right after the renames.
-            target.rename(hidden_name(target, ASIDE))
-            save(target, value)
-            part_copies(target)
+            saved.rename(hidden_name(saved, ASIDE))
+            save(saved, value)
+            part_copies(saved)
             recover(tmp_path)
         else:
-            with stage(target, value) as staging:
+            with stage(saved, value) as staging:
                 part_copies(staging.path)
                 commit(staging)
     (kept,) = [path for path in tmp_path.iterdir() if path.name.startswith("kept-")]
@@ -132,69 +148,54 @@ def test_a_link_to_a_finished_checkpoint_is_replaced_and_what_it_points_to_is_no
     assert value_of(tmp_path / "elsewhere" / "checkpoint-5") == 1
 
 
-def test_staging_that_lost_a_file_is_not_committed(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-5", 1)
-    with stage(tmp_path / "checkpoint-5", 2) as staging:
+def test_staging_that_lost_a_file_is_not_committed(tmp_path: Path, saved: Path) -> None:
+    with stage(saved, 2) as staging:
         (staging.path / WEIGHTS).unlink()
         with pytest.raises(Corrupt, match="has lost files") as caught:
             sync_staging(staging, (WEIGHTS, STATE))
     assert list(caught.value.evidence) == [f"{WEIGHTS} is missing"]
-    assert value_of(tmp_path / "checkpoint-5") == 1
+    assert value_of(saved) == 1
     assert names_in(tmp_path) == ["checkpoint-5"]
 
 
-def refusing(call: str, path: Path, number: int = errno.EACCES) -> Machine:
-    """A machine that refuses one call on one path."""
+def refusing(kind: str, pattern: str, number: int, only: int = 0) -> AbstractContextManager[Any]:
+    """Let the system refuse calls of a kind on paths of a pattern: all of them, or only the one of this number."""
+    calls = itertools.count(1)
 
-    def before(name: str, at: Path) -> None:
-        if (name, Path(at)) == (call, path):
-            raise OSError(number, os.strerror(number), str(at))
+    class Refuse(Gate):
+        def before(self, operation: Operation) -> None:
+            if operation.kind == kind and re.search(pattern, operation.path) and (not only or next(calls) == only):
+                raise OSError(number, os.strerror(number), operation.path)
 
-    return Machine(before)
+    return cast(Net(Refuse()))
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-5", 1)
-
-    def before(name: str, at: Path) -> None:
-        if name == "unlink" and Path(at).name == MANIFEST_NAME:
-            raise OSError(errno.EBUSY, "Device or resource busy", str(at))
-
-    with running_on(Machine(before)):
-        save(tmp_path / "checkpoint-5", 2)
-    assert value_of(tmp_path / "checkpoint-5") == 2
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(tmp_path: Path, saved: Path) -> None:
+    with refusing("unlink", f"/{MANIFEST_NAME}$", errno.EBUSY):
+        save(saved, 2)
+    assert value_of(saved) == 2
     (left, _) = names_in(tmp_path)
     assert left.startswith(".checkpoint-5.removed-")
     recover(tmp_path)
     assert names_in(tmp_path) == ["checkpoint-5"]
 
 
-def test_a_refused_second_rename_gives_the_old_checkpoint_its_name_back(tmp_path: Path) -> None:
-    target = tmp_path / "checkpoint-5"
-    save(target, 1)
-    renames: list[str] = []
-
-    def before(name: str, at: Path) -> None:
-        renames.extend([name] if (name, at) == ("rename", target) else [])
-        if len(renames) == 2 and name == "rename":
-            renames.clear()
-            raise PermissionError(13, "Permission denied")
-
-    with stage(target, 2) as staging, running_on(Machine(before)):
+def test_a_refused_second_rename_gives_the_old_checkpoint_its_name_back(tmp_path: Path, saved: Path) -> None:
+    with stage(saved, 2) as staging, refusing("rename", "/checkpoint-5$", errno.EACCES, only=2):
         with pytest.raises(StorageError, match="Permission denied"):
             commit(staging)
-        assert value_of(target) == 1
+        assert value_of(saved) == 1
     assert names_in(tmp_path) == ["checkpoint-5"]
 
 
-def test_everything_is_synced_before_the_name_and_the_name_before_the_old_one_is_deleted(tmp_path: Path) -> None:
-    target = tmp_path / "checkpoint-5"
-    save(target, 1)
+def test_everything_is_synced_before_the_name_and_the_name_before_the_old_one_is_deleted(
+    tmp_path: Path, saved: Path
+) -> None:
     machine = Machine()
-    with stage(target, 2) as staging, running_on(machine):
+    with stage(saved, 2) as staging, running_on(machine):
         sync_staging(staging, (WEIGHTS, STATE))
         commit(staging)
-    named = machine.log.index(("rename", str(target)))
+    named = machine.log.index(("rename", str(saved)))
     before, after = machine.log[:named], machine.log[named + 1 :]
     for directory in (staging.path, staging.path / "model_state", staging.path / "trainer"):
         assert ("sync", str(directory)) in before
@@ -202,15 +203,14 @@ def test_everything_is_synced_before_the_name_and_the_name_before_the_old_one_is
     assert {"unlink", "rmdir"} <= {name for name, _ in after[1:]}
 
 
-def test_staging_that_is_not_committed_is_deleted_and_nothing_else(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-5", 1)
+def test_staging_that_is_not_committed_is_deleted_and_nothing_else(tmp_path: Path, saved: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").write_text("years")
-    with stage(tmp_path / "checkpoint-5", 2) as staging:
+    with stage(saved, 2) as staging:
         (staging.path / "link").symlink_to(tmp_path / "mine")
     assert names_in(tmp_path) == ["checkpoint-5", "mine"]
     assert (tmp_path / "mine" / "thesis").read_text() == "years"
-    assert value_of(tmp_path / "checkpoint-5") == 1
+    assert value_of(saved) == 1
 
 
 def test_a_rank_that_writes_while_staging_is_deleted_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -228,24 +228,20 @@ def test_a_rank_that_writes_while_staging_is_deleted_leaves_nothing_behind(tmp_p
     assert names_in(tmp_path) == []
 
 
-def test_a_removed_checkpoint_loses_its_name_first(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-5", 1)
+def test_a_removed_checkpoint_loses_its_name_first(tmp_path: Path, saved: Path) -> None:
     machine = Machine()
     with running_on(machine):
-        remove_checkpoint(tmp_path / "checkpoint-5")
+        remove_checkpoint(saved)
     assert machine.log[0][0] == "rename"
     assert machine.log[1] == ("sync", str(tmp_path))
     assert names_in(tmp_path) == []
 
 
-def test_a_commit_whose_name_could_not_be_synced_loses_neither_checkpoint(tmp_path: Path) -> None:
-    target = tmp_path / "checkpoint-5"
-    save(target, 1)
-    with stage(target, 2) as staging, running_on(refusing("sync", tmp_path, errno.EIO)):
+def test_a_commit_whose_name_could_not_be_synced_loses_neither_checkpoint(tmp_path: Path, saved: Path) -> None:
+    with stage(saved, 2) as staging, refusing("sync", f"{tmp_path}$", errno.EIO):
         with pytest.raises(StorageError, match="EIO"):
             commit(staging)
-    (aside, _) = tmp_path.iterdir() if len(names_in(tmp_path)) == 2 else (target, target)
-    assert {value_of(path) for path in tmp_path.iterdir()} == {1, 2}, aside
+    assert {value_of(path) for path in tmp_path.iterdir()} == {1, 2}
 
 
 # ---- Two jobs in one directory.
@@ -254,61 +250,50 @@ def test_a_commit_whose_name_could_not_be_synced_loses_neither_checkpoint(tmp_pa
 @pytest.mark.parametrize("older", [True, False], ids=["an older one there", "nothing there"])
 def test_of_two_saves_of_one_step_one_fails_and_the_other_is_complete(tmp_path: Path, older: bool) -> None:
     """The other save runs from its beginning to its end before each call of the first."""
-    for number in range(10_000):
-        race = Race(tmp_path / str(number) / "checkpoint-5", number)
-        with running_on(Machine()):
-            if older:
-                save(race.target, 1)
-        with running_on(race.machine):
-            race.try_to_save(2)
-        if len(race.machine.log) <= number:
+    for number in itertools.count():
+        target = tmp_path / str(number) / "checkpoint-5"
+        if older:
+            save(target, 1)
+        ends: dict[int, str] = {}
+        at_once, log = race(target, number, ends)
+        if len(log) <= number:
             break
-        done = [value for value, end in race.ends.items() if not end]
-        assert value_of(race.target) in done, race
-        assert len(done) == 1 or not race.at_once, race
-        assert all("Another job has saved" in end for end in race.ends.values() if end), race
-        with running_on(Machine()):
-            recover(race.target.parent)
-        assert names_in(race.target.parent) == ["checkpoint-5"], race
+        told = f"at {number}, {log[number]}: {ends}"
+        done = [value for value, end in ends.items() if not end]
+        assert value_of(target) in done, told
+        assert len(done) == 1 or not at_once, told
+        assert all("Another job has saved" in end for end in ends.values() if end), told
+        recover(target.parent)
+        assert names_in(target.parent) == ["checkpoint-5"], told
     assert number > 15
 
 
-class Race:
-    """A save of one step that another one meets before a call.
+def race(target: Path, number: int, ends: dict[int, str]) -> tuple[bool, list[tuple[str, str]]]:
+    """A save of the value 2 that one of 3 meets before a call; whether they met, the calls, and in ``ends`` errors."""
+    at_once = False
 
-    Args:
-        target: the step.
-        number: of the call.
-    """
-
-    def __init__(self, target: Path, number: int) -> None:
-        self.target, self.number, self.at_once = target, number, False
-        self.ends: dict[int, str] = {}
-        self.machine = Machine(self.before)
-
-    def __repr__(self) -> str:
-        return f"at {self.number}, {self.machine.log[self.number]}: {self.ends}"
-
-    def before(self, name: str, at: Path) -> None:
-        """Let the other save meet the first."""
-        if len(self.machine.log) == self.number and 3 not in self.ends:
-            begun = any(name == "mkdir" and ".unfinished-" in at for name, at in self.machine.log)
-            self.at_once = begun and ("rename", str(self.target)) not in self.machine.log
-            with running_on(Machine()):
-                self.try_to_save(3)
-
-    def try_to_save(self, value: int) -> None:
-        """Save; the problem, if any, is kept."""
-        self.ends[value] = ""
+    def attempt(value: int) -> None:
+        ends[value] = ""
         try:
-            save(self.target, value)
+            save(target, value)
         except StorageError as error:
-            self.ends[value] = error.what
+            ends[value] = error.what
+
+    def before(name: str, at: Path) -> None:
+        nonlocal at_once
+        if len(machine.log) == number and 3 not in ends:
+            begun = any(name == "mkdir" and ".unfinished-" in at for name, at in machine.log)
+            at_once = begun and ("rename", str(target)) not in machine.log
+            with running_on(Machine()):
+                attempt(3)
+
+    machine = Machine(before)
+    with running_on(machine):
+        attempt(2)
+    return at_once, machine.log
 
 
-def test_recovery_during_a_commit_leaves_both_checkpoints_alone(tmp_path: Path) -> None:
-    target = tmp_path / "checkpoint-5"
-    save(target, 1)
+def test_recovery_during_a_commit_leaves_both_checkpoints_alone(tmp_path: Path, saved: Path) -> None:
     seen: list[int] = []
 
     def before(name: str, at: Path) -> None:
@@ -316,10 +301,10 @@ def test_recovery_during_a_commit_leaves_both_checkpoints_alone(tmp_path: Path) 
             recover(tmp_path)
         seen.append(len([path for path in tmp_path.iterdir() if parse_hidden(path)]))
 
-    with stage(target, 2) as staging, running_on(Machine(before)):
+    with stage(saved, 2) as staging, running_on(Machine(before)):
         commit(staging)
     assert max(seen) == 2, "between the renames there is staging, and the old one aside"
-    assert (value_of(target), names_in(tmp_path)) == (2, ["checkpoint-5"])
+    assert (value_of(saved), names_in(tmp_path)) == (2, ["checkpoint-5"])
 
 
 def test_a_save_that_was_cleaned_away_before_it_had_its_lock_starts_again(
@@ -449,7 +434,7 @@ def test_a_replaced_checkpoint_stays_if_what_has_its_name_is_not_one(tmp_path: P
 
 
 def test_two_processes_that_recover_at_the_same_time_do_not_disturb_each_other(tmp_path: Path) -> None:
-    for number in range(100):
+    for number in itertools.count():
         output_dir = tmp_path / str(number)
         for state in (ASIDE, REMOVED, UNFINISHED):
             leave(output_dir / "checkpoint-5", 1, state)
@@ -467,7 +452,6 @@ def test_two_processes_that_recover_at_the_same_time_do_not_disturb_each_other(t
         assert (names_in(output_dir), value_of(output_dir / "checkpoint-5")) == (["checkpoint-5"], 1)
         if number >= len(calls):
             return
-    raise AssertionError("recovery never ends")
 
 
 def test_names_that_only_look_alike_are_nobodys_leftovers(tmp_path: Path) -> None:
@@ -485,49 +469,31 @@ def test_names_that_only_look_alike_are_nobodys_leftovers(tmp_path: Path) -> Non
     assert names_in(tmp_path) == before
 
 
-@pytest.mark.parametrize("what", ["cannot be deleted", "cannot be locked"])
-def test_a_leftover_that_resists_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+@pytest.mark.parametrize("kind", ["rename", "create"], ids=["cannot be deleted", "cannot be locked"])
+def test_a_leftover_that_resists_stops_no_save(tmp_path: Path, kind: str) -> None:
     theirs, mine = (leave(tmp_path / name, 1) for name in ("checkpoint-1", "checkpoint-2"))
-    open_file = os.open
-
-    def refuse(path: Any, *arguments: Any, **named: Any) -> int:
-        # The tests may run as a user who may read everything.
-        if Path(path) == theirs / LOCK_NAME:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return open_file(path, *arguments, **named)
-
-    if what == "cannot be locked":
-        monkeypatch.setattr(os, "open", refuse)
-        found = {one.path: one for one in leftovers(tmp_path)}
-        assert "It cannot be accessed: " in found[theirs].why
-        assert (found[theirs].removable, found[theirs].stays) == (False, True)
+    with refusing(kind, rf"/\.checkpoint-1\.removed|{theirs}/{LOCK_NAME}$", errno.EACCES):
         recover(tmp_path)
-    else:
-
-        def before(name: str, at: Path) -> None:
-            if name == "rename" and str(at).startswith(str(tmp_path / ".checkpoint-1.removed")):
-                raise OSError(errno.EBUSY, "Device or resource busy", str(at))
-
-        with running_on(Machine(before)):
-            recover(tmp_path)
     assert not mine.exists()
     assert value_of(theirs) == 1
+    with refusing("look", f"{theirs}/{LOCK_NAME}$", errno.EACCES):
+        (found,) = leftovers(tmp_path)
+    assert "It cannot be accessed: " in found.why
+    assert (found.path, found.removable, found.stays) == (theirs, False, True)
     save(tmp_path / "checkpoint-3", 1)
 
 
 def test_an_old_checkpoint_with_a_thousand_nested_directories_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tmp_path / "checkpoint-5"
-    save(target, 1)
-    monkeypatch.chdir(target)
+    monkeypatch.chdir(saved)
     for _ in range(1100):  # Of names this short, so many make a path that the system still takes.
         os.mkdir("a")
         os.chdir("a")
     os.chdir(tmp_path)
     try:
-        save(target, 2)
-        assert (names_in(tmp_path), value_of(target)) == (["checkpoint-5"], 2)
+        save(saved, 2)
+        assert (names_in(tmp_path), value_of(saved)) == (["checkpoint-5"], 2)
     finally:
         # What deletes the directories of tests would recurse.
         subprocess.run(["rm", "-rf", *map(str, tmp_path.iterdir())], check=True)

@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace
 
 from paddleformers_fc.errors import StorageError
-from paddleformers_fc.storage import manifest as manifest_module
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint, read_manifest, write_manifest
 from paddleformers_fc.storage.paths import ASIDE, REMOVED, UNFINISHED, hidden_name
 from tests.storage.support import STATE, WEIGHTS, leave, save
@@ -77,36 +76,25 @@ def test_an_unfinished_or_removed_directory_never_counts_even_if_it_is_complete(
     assert newest_checkpoint(tmp_path) == (None, [])
 
 
-def test_a_passing_refusal_does_not_lead_to_an_older_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path / "checkpoint-1", 1)
-    save(tmp_path / "checkpoint-2", 2)
-
-    def refuse(path: Path, most: int) -> bytes:
-        raise StorageError("stale handle", where=str(path))
-
-    monkeypatch.setattr(manifest_module, "read_document", refuse)
-    with pytest.raises(StorageError, match="stale handle"):
-        newest_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("what", ["its own", "the manifest", "a file", "a directory of files"])
-def test_links_in_a_circle_are_a_reason_to_pass_over_a_checkpoint(tmp_path: Path, what: str) -> None:
-    save(tmp_path / "checkpoint-1", 1)
+@pytest.mark.parametrize(
+    ("circle", "reason"),
+    [
+        ("", "has no flex_checkpoint.json"),
+        (MANIFEST_NAME, "has no flex_checkpoint.json"),
+        (WEIGHTS, f"{WEIGHTS} is missing"),
+        ("model_state", f"{WEIGHTS} is missing"),
+    ],
+    ids=["its own", "the manifest", "a file", "a directory of files"],
+)
+def test_links_in_a_circle_are_a_reason_to_pass_over_a_checkpoint(tmp_path: Path, circle: str, reason: str) -> None:
+    for step in (1, 2):
+        save(tmp_path / f"checkpoint-{step}", step)
     newer = tmp_path / "checkpoint-2"
-    save(newer, 2)
-    circle = {
-        "its own": newer,
-        "the manifest": newer / MANIFEST_NAME,
-        "a file": newer / WEIGHTS,
-        "a directory of files": (newer / WEIGHTS).parent,
-    }[what]
-    circle.rename(tmp_path / "elsewhere")
-    circle.symlink_to(circle)
+    (newer / circle).rename(tmp_path / "elsewhere")
+    (newer / circle).symlink_to(newer / circle)
     found, ((passed, why),) = newest_checkpoint(tmp_path)
     assert (found, passed) == (tmp_path / "checkpoint-1", newer)
-    assert ("has no flex_checkpoint.json" if what in ("its own", "the manifest") else f"{WEIGHTS} is missing") in why
+    assert reason in why
 
 
 def test_a_link_to_a_disk_that_is_not_there_is_not_passed_over_in_silence(tmp_path: Path) -> None:
@@ -128,33 +116,23 @@ def test_a_file_whose_name_no_file_can_have_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
-def test_a_file_that_may_not_be_looked_at_now_does_not_lead_to_an_older_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+@pytest.mark.parametrize("name", [f"checkpoint-2/{WEIGHTS}", "private"])
+def test_what_may_not_be_looked_at_now_stops_the_search_unless_it_is_not_called_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
 ) -> None:
-    save(tmp_path / "checkpoint-1", 1)
-    newer = tmp_path / "checkpoint-2"
-    save(newer, 2)
-    look = os.stat
-
-    def refuse(path: Any, **options: Any) -> os.stat_result:
-        if path == newer / WEIGHTS:
-            raise OSError(number, os.strerror(number), str(path))
-        return look(path, **options)
-
-    monkeypatch.setattr(os, "stat", refuse)
-    with pytest.raises(StorageError, match=WEIGHTS):
-        newest_checkpoint(tmp_path)
-
-
-def test_what_is_not_called_a_checkpoint_is_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "checkpoint-1", 1)
+    for step in (1, 2):
+        save(tmp_path / f"checkpoint-{step}", step)
     (tmp_path / "private").mkdir()
     look = os.stat
 
     def refuse(path: Any, **options: Any) -> os.stat_result:
-        if Path(path).name == "private":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        if path == tmp_path / name:
+            raise OSError(number, os.strerror(number), str(path))
         return look(path, **options)
 
     monkeypatch.setattr(os, "stat", refuse)
-    assert newest_checkpoint(tmp_path) == (tmp_path / "checkpoint-1", [])
+    if name == "private":
+        assert newest_checkpoint(tmp_path) == (tmp_path / "checkpoint-2", [])
+        return
+    with pytest.raises(StorageError, match=WEIGHTS):
+        newest_checkpoint(tmp_path)

@@ -31,11 +31,20 @@ from tests.harness.limits import LIMIT
 from tests.storage.serving import Served, serving
 from tests.storage.support import STATE, WEIGHTS, RangeReader, save
 
+CONTENT = np.random.default_rng(0).bytes(100_000)
+
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
     with serving(tmp_path) as one:
         yield one
+
+
+@pytest.fixture
+def data(served: Served, tmp_path: Path) -> RemotePath:
+    """A file of a web server, ``data`` of the test's directory."""
+    (tmp_path / "data").write_bytes(CONTENT)
+    return at(served, "data")
 
 
 @pytest.fixture
@@ -48,9 +57,17 @@ def memory() -> Iterator[RemotePath]:
         store.rm(path.url, recursive=True)
 
 
-def put(directory: RemotePath, name: str, data: bytes) -> RemotePath:
+@pytest.fixture(params=["memory", "s3"])
+def store(request: pytest.FixtureRequest) -> RemotePath:
+    """An empty directory of either store."""
+    if request.param == "memory":
+        return request.getfixturevalue("memory")
+    return request.getfixturevalue("bucket").path
+
+
+def put(directory: RemotePath, name: str, content: bytes) -> RemotePath:
     with fsspec.open((directory / name).url, "wb") as file:
-        file.write(data)
+        file.write(content)
     return directory / name
 
 
@@ -66,56 +83,56 @@ def at(served: Served, name: str = "") -> RemotePath:
     return found
 
 
-def test_names_are_looked_at_and_listed_as_in_a_directory(memory: RemotePath) -> None:
+def test_names_are_looked_at_and_listed_as_in_a_directory(store: RemotePath) -> None:
+    put(store, "a/b.json", b"12345")
+    put(store, "a/c.json", b"")
+    put(store, "same/same/d.json", b"")
+    assert [path.name for path in list_directory(store / "a")] == ["b.json", "c.json"]
+    assert [path.name for path in list_directory(store / "same")] == ["same"]
+    assert list_directory(store / "nothing") == []
+    assert (exists(store / "a/b.json"), exists(store / "a/d.json")) == (True, False)
+    assert (is_file(store / "a/b.json"), is_file(store / "a")) == (True, False)
+    assert (is_directory(store / "a"), is_directory(store / "x")) == (True, False)
+    assert size_of(store / "a/b.json") == 5
+    assert (read_file(store / "a/b.json"), read_file(store / "a/c.json")) == (b"12345", b"")
+
+
+def test_a_file_holds_no_names_and_a_directory_may_be_empty(memory: RemotePath) -> None:
     put(memory, "a/b.json", b"12345")
-    put(memory, "a/c.json", b"")
-    assert [path.name for path in list_directory(memory / "a")] == ["b.json", "c.json"]
-    assert list_directory(memory / "nothing") == list_directory(memory / "a/b.json") == []
-    put(memory, "same/same/d.json", b"")
-    assert [path.name for path in list_directory(memory / "same")] == ["same"]
-    assert exists(memory / "a/b.json")
-    assert not exists(memory / "a/d.json")
-    assert (is_file(memory / "a/b.json"), is_file(memory / "a")) == (True, False)
-    assert (is_directory(memory / "a"), is_directory(memory / "x")) == (True, False)
     fsspec.filesystem("memory").makedirs((memory / "empty").url)
+    assert list_directory(memory / "a/b.json") == []
     assert (is_directory(memory / "empty"), list_directory(memory / "empty")) == (True, [])
-    assert size_of(memory / "a/b.json") == 5
-    assert (read_file(memory / "a/b.json"), read_file(memory / "a/c.json")) == (b"12345", b"")
 
 
-def test_a_range_arrives_and_nothing_else_is_requested(served: Served, tmp_path: Path) -> None:
-    data = np.random.default_rng(0).bytes(100_000)
-    (tmp_path / "data").write_bytes(data)
+def test_a_range_arrives_and_nothing_else_is_requested(served: Served, data: RemotePath) -> None:
     array = np.zeros(250, np.float32)
     with RangeReader() as reader:
-        reader.read_into(at(served, "data"), 777, array)
-    assert array.tobytes() == data[777:1777]
+        reader.read_into(data, 777, array)
+    assert array.tobytes() == CONTENT[777:1777]
     assert served.ranges == [("data", 777, 1000)]
 
 
-def test_a_long_range_comes_in_parts_at_a_time(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_range_comes_in_parts_at_a_time(
+    served: Served, data: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote, "PART_BYTES", 1000)
-    data = np.random.default_rng(0).bytes(10_000)
-    (tmp_path / "data").write_bytes(data)
     buffer = bytearray(9_500)
-    with files.open_regular(at(served, "data")) as file:
+    with files.open_regular(data) as file:
         files.read_into(file, 100, buffer)
-    assert bytes(buffer) == data[100:9600]
+    assert bytes(buffer) == CONTENT[100:9600]
     assert sorted(length for _, _, length in served.ranges) == [500, *[1000] * 9]
 
 
-def test_many_threads_read_one_file_through_one_file_system(memory: RemotePath, served: Served, tmp_path: Path) -> None:
-    data = np.random.default_rng(0).bytes(1 << 20)
-    (tmp_path / "data").write_bytes(data)
-    for path in (put(memory, "data", data), at(served, "data")):
+def test_many_threads_read_one_file_through_one_file_system(memory: RemotePath, data: RemotePath) -> None:
+    for path in (put(memory, "data", CONTENT), data):
         with RangeReader() as reader, ThreadPoolExecutor(16) as pool:
 
             def read(offset: int, reader: RangeReader = reader, path: RemotePath = path) -> bool:
                 buffer = bytearray(5000)
                 reader.read_into(path, offset, buffer)
-                return bytes(buffer) == data[offset : offset + 5000]
+                return bytes(buffer) == CONTENT[offset : offset + 5000]
 
-            assert all(pool.map(read, range(0, (1 << 20) - 5000, 4001)))
+            assert all(pool.map(read, range(0, 95_000, 501)))
 
 
 @pytest.mark.parametrize(("offset", "got"), [(4000, 96), (4096, 0), (9999, 0)])
@@ -133,64 +150,56 @@ def test_a_file_that_ends_early_is_corrupt_and_the_error_has_the_position(
 @pytest.mark.parametrize(
     ("change", "message", "place"),
     [
-        (lambda data: data.write_bytes(bytes(1000)), "ends too early", "/data, byte 1000"),
-        (lambda data: data.unlink(), "/data is missing", "/data"),
+        (lambda path: path.write_bytes(bytes(1000)), "ends too early", "/data, byte 1000"),
+        (lambda path: path.unlink(), "/data is missing", "/data"),
     ],
     ids=["shrinks", "disappears"],
 )
 def test_a_file_that_changes_while_it_is_read_is_corrupt(
-    served: Served, tmp_path: Path, change: Callable[[Path], object], message: str, place: str
+    data: RemotePath, tmp_path: Path, change: Callable[[Path], object], message: str, place: str
 ) -> None:
-    (tmp_path / "data").write_bytes(bytes(4096))
     with RangeReader() as reader:
-        reader.read_into(at(served, "data"), 0, bytearray(10))
+        reader.read_into(data, 0, bytearray(10))
         change(tmp_path / "data")
         with pytest.raises(Corrupt, match=message) as caught:
-            reader.read_into(at(served, "data"), 2000, bytearray(10))
+            reader.read_into(data, 2000, bytearray(10))
     assert place in caught.value.where
+
+
+def _broken(sent: bytes) -> bytes:
+    raise ConnectionError("the test cuts the line")
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda data: data[:-1], "(?s)got 49.*connection was cut"),
-        (lambda data: data + b"x", "(?s)got 51.*does not answer range requests"),
-        (lambda data: b"", "(?s)got 0.*connection was cut"),
+        (lambda sent: sent[:-1], "(?s)got 49.*connection was cut"),
+        (lambda sent: sent + b"x", "(?s)got 51.*does not answer range requests"),
+        (lambda sent: b"", "(?s)got 0.*connection was cut"),
+        (_broken, "refused to read .*/data"),
     ],
 )
-def test_an_answer_of_another_length_is_refused(served: Served, tmp_path: Path, answer: object, message: str) -> None:
-    (tmp_path / "data").write_bytes(bytes(4096))
-    served.answer = answer  # type: ignore[assignment]
-    with RangeReader() as reader, pytest.raises(StorageError, match=message) as caught:
-        reader.read_into(at(served, "data"), 100, bytearray(50))
+def test_an_answer_of_another_length_or_none_is_refused(
+    served: Served, data: RemotePath, answer: Callable[[bytes], bytes], message: str
+) -> None:
+    with RangeReader() as reader:
+        reader.read_into(data, 0, bytearray(10))
+        served.answer = answer
+        with pytest.raises(StorageError, match=message) as caught:
+            reader.read_into(data, 100, bytearray(50))
     assert caught.value.where.endswith("/data, byte 100")
 
 
-def test_a_missing_file_a_refused_one_and_a_failing_store_are_distinguished(served: Served, tmp_path: Path) -> None:
-    (tmp_path / "data").write_bytes(b"1234")
+def test_a_missing_file_a_refused_one_and_a_failing_store_are_distinguished(served: Served, data: RemotePath) -> None:
     with pytest.raises(Corrupt, match="gone is missing"):
         read_file(at(served, "gone"))
     for status in (401, 403, 500, 503):
         served.refuse["data"] = status
         with pytest.raises(StorageError, match=f"(?s)refused to access .*data.*{status}") as caught:
-            read_file(at(served, "data"))
+            read_file(data)
         assert ("permission to read" in caught.value.next_step) == (status in (401, 403))
         with pytest.raises(StorageError):
-            exists(at(served, "data"))
-
-
-def test_a_refusal_in_the_midst_of_a_read_names_url_and_offset(served: Served, tmp_path: Path) -> None:
-    (tmp_path / "data").write_bytes(bytes(4096))
-    with RangeReader() as reader:
-        reader.read_into(at(served, "data"), 0, bytearray(10))
-        served.answer = _broken
-        with pytest.raises(StorageError, match=r"refused to read .*/data") as caught:
-            reader.read_into(at(served, "data"), 300, bytearray(10))
-    assert caught.value.where.endswith("/data, byte 300")
-
-
-def _broken(data: bytes) -> bytes:
-    raise ConnectionError("the test cuts the line")
+            exists(data)
 
 
 def test_a_store_that_is_not_there_is_an_error_of_storage() -> None:
@@ -256,32 +265,27 @@ def test_a_checkpoint_of_a_store_is_verified_at_every_level(served: Served, memo
         verify_files(memory / "checkpoint-3", listed, "full")
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_refused_at_the_end(served: Served, tmp_path: Path) -> None:
-    (tmp_path / "data").write_bytes(bytes(100))
-    identities = identities_of([at(served, "data")])
+def test_a_file_that_is_replaced_while_it_is_read_is_refused_at_the_end(data: RemotePath, tmp_path: Path) -> None:
     ends = contextlib.ExitStack()
-    reader = ends.enter_context(RangeReader(identities=identities))
-    reader.read_into(at(served, "data"), 0, bytearray(10))
-    (tmp_path / "data").write_bytes(bytes(99) + b"x")
-    reader.read_into(at(served, "data"), 10, bytearray(10))
+    reader = ends.enter_context(RangeReader(identities=identities_of([data])))
+    reader.read_into(data, 0, bytearray(10))
+    (tmp_path / "data").write_bytes(CONTENT[:-1] + b"x")
+    reader.read_into(data, 10, bytearray(10))
     with pytest.raises(Corrupt, match="replaced or changed after"):
         ends.close()
 
 
-def test_the_error_of_a_read_is_not_hidden_by_the_look_at_the_end(served: Served, tmp_path: Path) -> None:
-    (tmp_path / "data").write_bytes(bytes(100))
-    identities = identities_of([at(served, "data")])
-    with pytest.raises(Corrupt, match="ends too early"), RangeReader(identities=identities) as reader:
-        reader.read_into(at(served, "data"), 50, bytearray(100))
+def test_the_error_of_a_read_is_not_hidden_by_the_look_at_the_end(data: RemotePath) -> None:
+    with pytest.raises(Corrupt, match="ends too early"), RangeReader(identities=identities_of([data])) as reader:
+        reader.read_into(data, 99_950, bytearray(100))
 
 
-def test_what_a_store_does_not_tag_is_identified_by_its_size(served: Served, tmp_path: Path) -> None:
+def test_what_a_store_does_not_tag_is_identified_by_its_size(served: Served, data: RemotePath, tmp_path: Path) -> None:
     served.tags = False
-    (tmp_path / "data").write_bytes(bytes(100))
-    identities = identities_of([at(served, "data")])
-    (tmp_path / "data").write_bytes(bytes(101))
+    identities = identities_of([data])
+    (tmp_path / "data").write_bytes(CONTENT + b"x")
     with RangeReader(identities=identities) as reader, pytest.raises(Corrupt, match="replaced or changed"):
-        reader.read_into(at(served, "data"), 0, bytearray(10))
+        reader.read_into(data, 0, bytearray(10))
 
 
 def test_files_are_looked_at_several_at_a_time(memory: RemotePath) -> None:
@@ -291,37 +295,25 @@ def test_files_are_looked_at_several_at_a_time(memory: RemotePath) -> None:
     assert list(found) == [path.name for path in paths]
 
 
-ROWS, COLUMNS = 8, 1 << 20
-
-
-def read(path: RemotePath, whole: np.ndarray[Any, Any], first: int, out: np.ndarray[Any, Any]) -> None:
-    """Read columns of a matrix of bytes."""
-    strides = row_major(whole.shape, 1), out.strides
-    made = strided(path, first, out.shape, strides, (out.dtype, out.dtype), out.ctypes.data, out)
-    assert made is not None
-    with ReadPool() as pool:
-        pool.run([made])
-
-
-def test_a_slice_of_long_rows_reads_what_it_needs_and_no_more(served: Served, tmp_path: Path) -> None:
-    whole = np.random.default_rng(0).integers(0, 255, (ROWS, COLUMNS), np.uint8)
-    (tmp_path / "data").write_bytes(whole.tobytes())
-    out = np.zeros((ROWS, COLUMNS // 2), np.uint8)
-    read(at(served, "data"), whole, 0, out)
-    assert np.array_equal(out, whole[:, : COLUMNS // 2])
-    assert served.bytes <= 1.05 * out.nbytes
-    assert len(served.ranges) <= ROWS
-
-
-def test_a_slice_of_short_rows_is_few_requests(served: Served, tmp_path: Path) -> None:
-    whole = np.random.default_rng(0).integers(0, 255, (4096, 2048), np.uint8)
-    (tmp_path / "data").write_bytes(whole.tobytes())
-    for out in (np.zeros((4096, 512), np.uint8), np.zeros((512, 4096), np.uint8).T):
+@pytest.mark.parametrize(
+    ("rows", "columns", "first", "requests", "over"), [(8, 1 << 20, 0, 8, 1.05), (4096, 2048, 512, 2, 4)]
+)
+def test_a_slice_of_long_rows_reads_what_it_needs_and_one_of_short_rows_is_few_requests(
+    served: Served, tmp_path: Path, rows: int, columns: int, first: int, requests: int, over: float
+) -> None:
+    whole = np.random.default_rng(0).integers(0, 255, (rows, columns), np.uint8)
+    (tmp_path / "matrix").write_bytes(whole.tobytes())
+    width = columns // (4 if first else 2)
+    for out in (np.zeros((rows, width), np.uint8), np.zeros((width, rows), np.uint8).T):
         served.forget()
-        read(at(served, "data"), whole, 512, out)
-        assert np.array_equal(out, whole[:, 512:1024])
-        assert len(served.ranges) <= 2
-        assert served.bytes <= whole.nbytes
+        strides = row_major(whole.shape, 1), out.strides
+        made = strided(at(served, "matrix"), first, out.shape, strides, (out.dtype, out.dtype), out.ctypes.data, out)
+        assert made is not None
+        with ReadPool() as pool:
+            pool.run([made])
+        assert np.array_equal(out, whole[:, first : first + width])
+        assert served.bytes <= over * out.nbytes
+        assert len(served.ranges) <= requests
 
 
 @given(st.data())

@@ -22,12 +22,11 @@ PART = 5 * 1024 * 1024
 """The shortest part that S3 takes, but for the last."""
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_writes, "UPLOAD_BYTES", PART)
 
 
-@pytest.mark.usefixtures("small_parts")
 def test_a_file_in_several_parts_whose_pieces_come_out_of_order_is_stored_in_order(bucket: Bucket) -> None:
     data, header = np.random.default_rng(0).bytes(2 * PART + 77), b"the header"
     file = RemoteFileWriter(bucket.path / "a", "file", len(header) + len(data))
@@ -41,7 +40,6 @@ def test_a_file_in_several_parts_whose_pieces_come_out_of_order_is_stored_in_ord
     assert bucket.files("a") == {"file": header + data}
 
 
-@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("size", [0, 10, 2 * PART + 1])
 def test_a_deferred_file_is_visible_when_it_is_published_and_leaves_nothing_when_it_is_abandoned(
     bucket: Bucket, size: int
@@ -58,27 +56,22 @@ def test_a_deferred_file_is_visible_when_it_is_published_and_leaves_nothing_when
         assert bucket.unfinished() == []
 
 
-@pytest.mark.usefixtures("small_parts")
-def test_an_abandoned_file_leaves_nothing_and_keeps_the_older_one(bucket: Bucket) -> None:
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_file_that_is_abandoned_also_after_a_refused_part_leaves_nothing_and_keeps_the_older_one(
+    bucket: Bucket, refused: bool
+) -> None:
     bucket.put("a/file", b"older")
     writer = RemoteFileWriter(bucket.path, "a/file", 3 * PART)
     writer.write(0, bytes(2 * PART))
     assert bucket.unfinished() == ["a/file"]
+    if refused:
+        bucket.store.accepts = lambda method, path, query: method != "PUT"
+        writer.write(2 * PART, bytes(10))
+        with pytest.raises(StorageError):
+            writer.close()
     writer.abandon()
     del writer
     assert (bucket.files("a"), bucket.unfinished()) == ({"file": b"older"}, [])
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_a_file_whose_last_part_is_refused_leaves_nothing_when_it_is_abandoned(bucket: Bucket) -> None:
-    writer = RemoteFileWriter(bucket.path, "a/file", 3 * PART)
-    writer.write(0, bytes(2 * PART))
-    bucket.store.accepts = lambda method, path, query: method != "PUT"
-    writer.write(2 * PART, bytes(10))
-    with pytest.raises(StorageError):
-        writer.close()
-    writer.abandon()
-    assert (bucket.files("a"), bucket.unfinished()) == ({}, [])
 
 
 def test_every_byte_of_what_was_uploaded_is_compared(bucket: Bucket) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import math
 import os
 import struct
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from hypothesis import example, given, strategies as st
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.storage import safetensors as ours
 from paddleformers_fc.storage.dtypes import CODES, from_safetensors, to_numpy, to_safetensors
-from paddleformers_fc.storage.safetensors import MAX_HEADER_BYTES, TensorEntry, read_header
+from paddleformers_fc.storage.safetensors import MAX_HEADER_BYTES, Header, TensorEntry, read_header
 from tests.harness.sampling import thorough
 from tests.storage.support import SPELLINGS, header_bytes, write_tensors
 
@@ -34,65 +37,64 @@ def tensor(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4), **field
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **fields}
 
 
-def library_accepts(data: bytes) -> bool:
-    try:
-        safetensors.deserialize(data)
-    except safetensors.SafetensorError:
-        return False
-    return True
+def as_the_library_reads_it(path: Path) -> Header:
+    header, data = read_header(path), path.read_bytes()
+    stored = {
+        name: (one["dtype"], tuple(one["shape"]), bytes(one["data"])) for name, one in safetensors.deserialize(data)
+    }
+    assert {n: (one.dtype, one.shape, data[one.begin : one.end]) for n, one in header.tensors.items()} == stored
+    return header
 
 
 @THOROUGH
 @given(
-    codes=st.lists(st.sampled_from(sorted(CODES)), max_size=5),
-    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=5, max_size=5),
-    names=st.lists(st.text(max_size=6), min_size=5, max_size=5, unique=True),
+    entries=st.lists(
+        st.tuples(
+            st.text(max_size=6), st.sampled_from(sorted(CODES)), st.lists(st.integers(0, 4), max_size=3).map(tuple)
+        ),
+        max_size=5,
+        unique_by=lambda entry: entry[0],
+    ),
     metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=3),
+    data=st.data(),
 )
-def test_whatever_the_library_writes_is_read_alike(
-    scratch: Path, codes: list[str], shapes: list[list[int]], names: list[str], metadata: dict[str, str]
+def test_whatever_we_and_the_library_write_is_read_alike_by_both(
+    tmp_path_factory: pytest.TempPathFactory, entries: list[Any], metadata: dict[str, str], data: st.DataObject
 ) -> None:
-    specs, buffers = {}, {}
-    for code, shape, name in zip(codes, shapes, names, strict=False):
-        array = np.arange(np.prod(shape, dtype=int)).astype(to_numpy(code)).reshape(shape)
-        buffers[name] = np.frombuffer(array.tobytes() or b"\0", np.uint8)
-        specs[name] = safetensors.TensorSpec(
-            dtype=from_safetensors(code), shape=shape, data_ptr=buffers[name].ctypes.data, data_len=array.nbytes
-        )
-    data = safetensors.serialize(specs, metadata or None)
-    scratch.write_bytes(data)
-    header = read_header(scratch)
-    assert header.metadata == metadata
-    stored = {
-        name: (one["dtype"], tuple(one["shape"]), bytes(one["data"])) for name, one in safetensors.deserialize(data)
-    }
-    found = {name: (one.dtype, one.shape, data[one.begin : one.end]) for name, one in header.tensors.items()}
-    assert found == stored
+    directory = tmp_path_factory.mktemp("written")
+    arrays, specs = {}, {}
+    for name, code, shape in entries:
+        size = math.prod(shape) * to_numpy(code).itemsize
+        array = np.frombuffer(data.draw(st.binary(min_size=size, max_size=size)) or b"\0", np.uint8)
+        arrays[name] = array[:size]
+        kind = {"dtype": from_safetensors(code), "shape": list(shape)}
+        specs[name] = safetensors.TensorSpec(**kind, data_ptr=array.ctypes.data, data_len=size)
+    write_tensors(directory / "own", entries, arrays, metadata)
+    (directory / "library").write_bytes(safetensors.serialize(specs, metadata or None))
+    for path in directory.iterdir():
+        header, raw = as_the_library_reads_it(path), path.read_bytes()
+        assert header.metadata == metadata
+        assert {(name, one.dtype, one.shape) for name, one in header.tensors.items()} == {*entries}
+        assert all(raw[one.begin : one.end] == arrays[name].tobytes() for name, one in header.tensors.items())
 
 
 MALFORMED: dict[str, tuple[Any, bytes, str]] = {
     "not an object": ([], b"", "does not start with '{'"),
-    "empty header": (b"", b"", "does not start with '{'"),
     "leading space": (b" {}", b"", "does not start with '{'"),
-    "byte order mark": (b"\xef\xbb\xbf{}", b"", "does not start with '{'"),
     "not JSON": (b"{]", b"", "not valid JSON"),
     "cut JSON": (b'{"a": {', b"", "not valid JSON"),
-    "NUL padding": (b"{}\0\0", b"", "not valid JSON"),
-    "control character": (b'{"a\n": 1}', b"", "not valid JSON"),
     "not UTF-8": (b'{"\xff": 1}', b"", "can't decode byte 0xff in position 2"),
     "half a surrogate pair": (
         b'{"\\ud800": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
         b"1234",
         "not valid Unicode",
     ),
-    "NaN": (b'{"a": NaN}', b"", "'a' does not have exactly the fields"),
     "deep nesting": (b'{"a":' + b"[" * 200_000, b"", "nested too deeply"),
     "endless number": (b'{"a": ' + b"9" * 6000 + b"}", b"", "an integer of 6000 digits"),
     "tensor is no object": ({"t": [1]}, b"", "'t' does not have exactly the fields"),
     "dtype missing": ({"t": {"shape": [1], "data_offsets": [0, 4]}}, b"1234", "'t' does not have exactly the fields"),
     "unknown field": ({"t": tensor(extra=1)}, b"1234", "'t' does not have exactly the fields"),
     "unknown dtype": ({"t": tensor(dtype="F4")}, b"1234", "'t' has the dtype 'F4'"),
-    "dtype in lower case": ({"t": tensor(dtype="f32")}, b"1234", "'t' has the dtype 'f32'"),
     "dtype not text": (
         {"t": tensor(dtype=["F32"])},
         b"1234",
@@ -105,7 +107,6 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
         b"",
         "'t' has an invalid entry: .*`int`, got `float`",
     ),
-    "extent is true": ({"t": tensor(shape=[True])}, b"1234", "'t' has an invalid entry: .*`int`, got `bool`"),
     "extent beyond 64 bits": ({"t": tensor(shape=[2**64, 0], offsets=[0, 0])}, b"", "'t' has a shape"),
     "size beyond 64 bits": ({"t": tensor(shape=[2**62, 4])}, b"1234", r"'t' .* more than 2\^64-1 bytes"),
     "zero hides overflow": ({"t": tensor(shape=[2**63, 4, 0], offsets=[0, 0])}, b"", r"more than 2\^64-1 bytes"),
@@ -113,15 +114,9 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
     "negative offset": ({"t": tensor(offsets=[-4, 0])}, b"1234", "'t' has data_offsets"),
     "offsets reversed": ({"t": tensor(offsets=[4, 0])}, b"1234", "'t' takes the bytes 4 to 0"),
     "size does not fit": ({"t": tensor(shape=[2])}, b"1234", "'t' takes the bytes 0 to 4, .* has 8 bytes"),
-    "more bytes than its shape": (
-        {"t": tensor(offsets=[0, 8])},
-        b"12345678",
-        "'t' takes the bytes 0 to 8, .* has 4 bytes",
-    ),
     "gap before": ({"t": tensor(offsets=[4, 8])}, b"12345678", "'t' leaves a gap behind the header"),
     "gap between": ({"s": tensor(), "t": tensor(offsets=[8, 12])}, b"0" * 12, "'t' leaves a gap behind 's'"),
     "overlap": ({"s": tensor(shape=[2], offsets=[0, 8]), "t": tensor(offsets=[4, 8])}, b"0" * 8, "'t' overlaps 's'"),
-    "same bytes twice": ({"s": tensor(), "t": tensor()}, b"1234", "overlaps"),
     "key twice": (
         b'{"t":{"dtype":"U8","shape":[],"data_offsets":[0,1]},"t":{"dtype":"I8","shape":[],"data_offsets":[0,1]}}',
         b"1",
@@ -152,7 +147,9 @@ def test_a_malformed_header_is_refused_and_the_file_named(tmp_path: Path, case: 
         read_header(path)
     assert "bad.safetensors" in caught.value.what
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(path)]
-    assert case in READ_BY_THE_LIBRARY or not library_accepts(path.read_bytes())
+    if case not in READ_BY_THE_LIBRARY:
+        with pytest.raises(safetensors.SafetensorError):
+            safetensors.deserialize(path.read_bytes())
 
 
 def test_what_writers_write_is_not_taken_apart_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,37 +204,25 @@ def test_the_tensors_that_a_truncation_cut_are_named(tmp_path: Path) -> None:
         read_header(tmp_path / "x")
 
 
-def test_bytes_after_the_last_tensor_are_corrupt(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(header_bytes({"t": tensor()}) + b"12345")
-    with pytest.raises(Corrupt, match="longer than its header says"):
-        read_header(tmp_path / "x")
-
-
-def test_a_missing_file_is_corrupt(tmp_path: Path) -> None:
-    with pytest.raises(Corrupt, match=r"gone\.safetensors is missing"):
-        read_header(tmp_path / "gone.safetensors")
-
-
-def test_a_directory_or_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+def test_what_is_longer_missing_or_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "long").write_bytes(header_bytes({"t": tensor()}) + b"12345")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(FormatError, match="not a regular file"):
-            read_header(path)
+    for name, error, message in (
+        ("long", Corrupt, "longer than its header says"),
+        ("gone", Corrupt, "gone is missing"),
+        ("loop", Corrupt, "loop is missing"),
+        ("pipe", FormatError, "not a regular file"),
+        ("", FormatError, "not a regular file"),
+    ):
+        with pytest.raises(error, match=message):
+            read_header(tmp_path / name)
 
 
 def test_a_refusal_of_the_operating_system_names_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, flags: int) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "open", mock.Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
     with pytest.raises(StorageError, match=r"(?s)private.*EACCES"):
         read_header(tmp_path / "private")
-
-
-def test_links_in_a_circle_are_a_missing_file(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(Corrupt, match="loop is missing"):
-        read_header(tmp_path / "loop")
 
 
 SOUND = {"__metadata__": {"k": "v"}, "a": tensor("F32", [2], [0, 8]), "b": tensor("BF16", [3], [8, 14])}
@@ -259,14 +244,8 @@ DOCUMENTS = st.dictionaries(st.sampled_from(["a", "b", "c", "__metadata__"]), TE
 
 def refused_or_as_the_library_reads_it(path: Path, data: bytes) -> None:
     path.write_bytes(data)
-    try:
-        header = read_header(path)
-    except (FormatError, Corrupt):
-        return
-    stored = {
-        name: (one["dtype"], tuple(one["shape"]), bytes(one["data"])) for name, one in safetensors.deserialize(data)
-    }
-    assert {n: (one.dtype, one.shape, data[one.begin : one.end]) for n, one in header.tensors.items()} == stored
+    with contextlib.suppress(FormatError, Corrupt):
+        as_the_library_reads_it(path)
 
 
 @st.composite
@@ -318,15 +297,10 @@ def test_a_header_with_one_thing_changed_is_refused_or_read_as_the_library_does(
 
 
 def test_a_header_of_very_many_shapes_without_an_element_is_refused(tmp_path: Path) -> None:
-    entries = {f"t{n}": {"dtype": "F32", "shape": [0, n], "data_offsets": [0, 0]} for n in range(1024)}
+    entries = {f"t{n}": tensor(shape=[0, n], offsets=[0, 0]) for n in range(1024)}
     path = tmp_path / "model.safetensors"
-
-    def write(document: dict[str, object]) -> None:
-        header = json.dumps(document).encode()
-        path.write_bytes(struct.pack("<Q", len(header)) + header)
-
-    write(entries)
+    path.write_bytes(header_bytes(entries))
     assert len(read_header(path).tensors) == 1024
-    write({**entries, "another": {"dtype": "F32", "shape": [0, 2**61], "data_offsets": [0, 0]}})
+    path.write_bytes(header_bytes({**entries, "another": tensor(shape=[0, 2**61], offsets=[0, 0])}))
     with pytest.raises(FormatError, match="tensors of more than 1024 shapes without an element"):
         read_header(path)

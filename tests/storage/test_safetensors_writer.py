@@ -10,56 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
-from hypothesis import given, strategies as st
 from safetensors.numpy import load_file
 
 from paddleformers_fc.errors import FormatError, StorageError
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.checksum import checksum_of
-from paddleformers_fc.storage.dtypes import CODES, to_numpy
 from paddleformers_fc.storage.safetensors import TensorWriter, layout_file, read_header
-from tests.harness.sampling import thorough
 from tests.storage.support import write_tensors
 
 PAIR = [("a", "F32", (2, 3)), ("b", "BF16", (4,))]
-
-
-@thorough(150, derandomize=True)
-@given(
-    codes=st.lists(st.sampled_from(sorted(CODES)), max_size=5),
-    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=5, max_size=5),
-    names=st.lists(st.text(max_size=6), min_size=5, max_size=5, unique=True),
-    metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=3),
-    data=st.data(),
-)
-def test_whatever_is_written_is_read_alike_by_the_library_and_by_us(
-    tmp_path_factory: pytest.TempPathFactory,
-    codes: list[str],
-    shapes: list[list[int]],
-    names: list[str],
-    metadata: dict[str, str],
-    data: st.DataObject,
-) -> None:
-    path = tmp_path_factory.mktemp("written") / "x"
-    entries = list(zip(names, codes, map(tuple, shapes), strict=False))
-    sizes = [int(np.prod(shape, dtype=int)) * to_numpy(code).itemsize for _, code, shape in entries]
-    contents = {
-        name: data.draw(st.binary(min_size=n, max_size=n)) for (name, _, _), n in zip(entries, sizes, strict=True)
-    }
-    arrays = {name: np.frombuffer(contents[name], to_numpy(code)).reshape(shape) for name, code, shape in entries}
-    write_tensors(path, entries, arrays, metadata)
-    raw = path.read_bytes()
-    stored = safetensors.deserialize(raw)
-    assert {n: (one["dtype"], tuple(one["shape"]), bytes(one["data"])) for n, one in stored} == {
-        name: (code, shape, contents[name]) for name, code, shape in entries
-    }
-    header = read_header(path)
-    assert header.metadata == metadata
-    assert [(n, one.dtype, one.shape) for n, one in header.tensors.items()] == sorted(
-        entries, key=lambda entry: (header.tensors[entry[0]].begin, header.tensors[entry[0]].end)
-    )
-    assert {n: raw[one.begin : one.end] for n, one in header.tensors.items()} == contents
 
 
 def test_tensors_lie_in_the_declared_order_from_an_aligned_start(tmp_path: Path) -> None:

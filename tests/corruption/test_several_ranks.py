@@ -1,0 +1,201 @@
+"""Ranks that hold copies, slices or disks of their own, and Trainers that go around what they share."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
+from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.storage.manifest import read_manifest
+from tests.corruption.guarantees import Seen, fault
+from tests.corruption.jobs import trained
+from tests.harness.tiny import DP2, GLOBAL_BATCH, PP2, SD2S3, SINGLE, MatrixLayout
+from verification.digests import canonical_digests
+from verification.forkserver import ForkServer, JobResult
+
+NEVER = 10**6
+THREE = {"max_steps": 3, "save_steps": 1, "save_total_limit": 1, "max_grad_norm": 0.0}
+FIVE = {"max_steps": 5}
+UNCHECKED: dict[bool, dict[str, Any]] = {False: {}, True: {"arguments": {**THREE, "flex_check_replicas": "off"}}}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def train(
+    ranks: ForkServer, layout: MatrixLayout, output_dir: Path, resume: Path | bool | None = None, **given: Any
+) -> list[Any]:
+    """Train a tied Llama to step 3 with a checkpoint at every step, of which one stays; the outcome by rank."""
+    source = str(resume) if isinstance(resume, Path) else resume
+    settings = {"layout": layout.to_json(), "output_dir": str(output_dir), "resume": source, "after": NEVER}
+    job = {**settings, "arguments": THREE, **given}
+    return list(ranks.run("tests.trainer.tied_jobs:run_and_part_copies", 2, job).values)
+
+
+@pytest.mark.slow
+@fault("G40")
+def test_g40_diverged_copies_of_a_tied_weight_cost_no_whole_checkpoint(ranks: ForkServer, tmp_path: Path) -> Seen:
+    left = {}
+    for ours in (False, True):
+        output_dir = tmp_path / f"ours-{ours}"
+        train(ranks, PP2, output_dir, after=2, ours=ours, **UNCHECKED[ours])
+        left[ours] = sorted(path.name for path in output_dir.glob("checkpoint-*"))
+    assert left == {False: ["checkpoint-3"], True: ["checkpoint-1", "checkpoint-3"]}
+    one, other = train(ranks, PP2, tmp_path / "ours-False", tmp_path / "ours-False/checkpoint-3", ours=False)
+    assert {*one["copies"].values()} != {*other["copies"].values()}
+    (line, *_) = (line for tie in read_manifest(output_dir / "checkpoint-3").ties for line in tie.differences)
+    refused = train(ranks, PP2, output_dir, output_dir / "checkpoint-3", **UNCHECKED[True])
+    assert [outcome["error"] for outcome in refused] == ["Diverged"] * 2
+    resumed = train(ranks, PP2, output_dir, True, **UNCHECKED[True])
+    assert [len(outcome["losses"]) for outcome in resumed] == [2, 2]
+    assert len({bits for outcome in resumed for bits in outcome["copies"].values()}) == 1
+    return {"line": line}
+
+
+@pytest.mark.slow
+@fault("G117")
+def test_g117_every_stored_name_of_a_tied_weight_counts(ranks: ForkServer, tmp_path: Path) -> Seen:
+    stored = tmp_path / "stock" / "checkpoint-3"
+    train(ranks, DP2, stored.parent, ours=False)
+    roles = PADDLE_DISTCP.open(stored).catalog.roles
+    assert {EMBEDDING, HEAD} <= roles[MODEL_STATE].keys()
+    assert f"{HEAD}.moment1_0" in roles[OPTIMIZER_STATE]
+    assert f"{EMBEDDING}.moment1_0" not in roles[OPTIMIZER_STATE]
+
+    def resumed(name: str) -> list[list[Any]]:
+        """With stock and with this package."""
+        runs = {ours: tmp_path / f"{name}-{ours}" for ours in (False, True)}
+        return [train(ranks, DP2, place, stored, ours=ours, arguments=FIVE) for ours, place in runs.items()]
+
+    whole, own = (outcome[0]["losses"] for outcome in resumed("whole"))
+    assert own == whole
+    ((file, begin),) = roles[MODEL_STATE][HEAD].offsets
+    with (stored / file).open("r+b") as data:
+        data.seek(begin)
+        data.write(bytes(4 * 64))
+    altered, refused = resumed("altered")
+    assert altered[0]["losses"] != whole
+    assert [one["error"] for one in refused] == ["Diverged"] * 2
+    (line,) = (one for one in refused[0]["text"].splitlines() if HEAD in one)
+    return {"line": line.strip().removeprefix("- ")}
+
+
+DISKS = "tests.trainer.disk_jobs"
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> dict[str, Any]:
+    """A job of two ranks, each with a disk of its own."""
+    places = [tmp_path / "first", tmp_path / "second"]
+    for place in places:
+        place.mkdir()
+    return {"layout": DP2.to_json(), "output_dir": "out", "places": list(map(str, places))}
+
+
+@pytest.mark.slow
+@fault("G100")
+def test_g100_the_rank_of_a_fresh_disk_joins_the_decision(
+    ranks: ForkServer, two: dict[str, Any], tmp_path: Path
+) -> None:
+    ranks.run(f"{DISKS}:run", 2, {**two, "arguments": {"max_steps": 2, "save_steps": 2}})
+    shutil.copytree(tmp_path / "second/out", tmp_path / "first/out", dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "second/out")
+    found = ranks.run(f"{DISKS}:resume_by_itself", 2, {**two, "arguments": {"max_steps": 3}}).values
+    assert [(one["step"], len(one["losses"])) for one in found] == [(3, 1)] * 2
+
+
+@fault("G101")
+def test_g101_a_failed_sync_on_one_disk_keeps_the_older_checkpoint_on_all(
+    ranks: ForkServer, two: dict[str, Any]
+) -> None:
+    given = {**two, "arguments": {"max_steps": 3, "save_steps": 1, "save_total_limit": 1}}
+    found = ranks.run(f"{DISKS}:train_and_fail_a_sync", 2, {**given, "victim": 1, "part": ".checkpoint-3.unf"}).values
+    assert [one["error"] for one in found] == ["StorageError"] * 2
+    assert all("EIO" in one["text"] for one in found)
+    assert [one["left"] for one in found] == [["checkpoint-2"]] * 2
+
+
+TRAIN = "tests.harness.tiny:train"
+TWO = MatrixLayout("two", nproc=2)
+STEP = {"max_steps": 1, "per_device_train_batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1}
+
+
+def stock(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, **arguments: object) -> JobResult:
+    """One step of PaddleFormers' own Trainer; every rank is given the whole batch."""
+    given = {"model_type": "llama", "layout": layout.to_json(), "output_dir": str(output_dir)}
+    return ranks.attempt(TRAIN, layout.nproc, {**given, "arguments": {**STEP, **arguments}})
+
+
+def refused_line(ranks: ForkServer, output_dir: Path, **arguments: object) -> str:
+    """The line of the error by which our arguments refuse these."""
+    (found,) = trained(ranks, SINGLE, output_dir, arguments=arguments, ours=True)
+    assert found["error"].startswith("OptionError")
+    return next(line.strip("- ") for line in found["error"].splitlines() if "flex_checkpoint: true and" in line)
+
+
+@pytest.mark.slow
+@fault("G110")
+def test_g110_segment_parallelism_is_refused(ranks: ForkServer, tmp_path: Path) -> Seen:
+    # Where this fails because the losses agree, PaddleFormers trains segments, and they can be supported.
+    (whole,) = stock(ranks, SINGLE, tmp_path / "whole").values[0]
+    (cut,) = stock(ranks, TWO, tmp_path / "cut", sep_parallel_size=2).values[0]
+    assert abs(whole - cut) > 0.01
+    return {"cut": cut, "whole": whole, "refused": refused_line(ranks, tmp_path, sep_parallel_size=2)}
+
+
+@pytest.mark.slow
+@fault("G111")
+def test_g111_context_parallelism_is_refused(ranks: ForkServer, tmp_path: Path) -> Seen:
+    # Where this fails because a step is made, context parallelism can be tested and supported.
+    sharded = MatrixLayout("sharded", nproc=2, sharding=2)
+    found = stock(ranks, sharded, tmp_path / "stock", context_parallel_size=2)
+    assert not found.ok
+    line = "context_parallel_size > 1 requires 'get_context_parallel_world_size' in hcg"
+    assert line in found.logs[0].read_text()
+    return {"refused": refused_line(ranks, tmp_path, context_parallel_size=2)}
+
+
+LOGGED = {"max_steps": 3, "save_steps": 1, "logging_steps": 1}
+EVALUATED = {"flex_ema_decay": 0.9, "flex_ema_evaluate": True}
+
+
+@pytest.mark.slow
+@fault("G112")
+def test_g112_the_weights_come_back_to_where_stage_three_has_moved_them(ranks: ForkServer, tmp_path: Path) -> Seen:
+    runs: list[tuple[list[Any], list[Any]]] = []
+    for name, arguments in (("plain", {}), ("averaged", EVALUATED)):
+        given = {"layout": SD2S3.to_json(), "output_dir": str(tmp_path / name), "fail": bool(arguments)}
+        ran = ranks.run("tests.trainer.ema_jobs:evaluated", 2, {**given, "arguments": {**LOGGED, **arguments}})
+        stored = [one for one in canonical_digests(tmp_path / name / "checkpoint-3") if one.role != "ema_state"]
+        runs.append((ran.values, stored))
+    (plain, expected), (averaged, found) = runs
+    assert [rank["restored"] for rank in averaged] == [[True, True]] * 2
+    assert [rank["losses"] for rank in averaged] == [rank["losses"] for rank in plain]
+    assert averaged[0]["evaluated"] != plain[0]["evaluated"]
+    assert found == expected
+    return {"roles": " and ".join(sorted({f"`{one.role}`" for one in found}))}
+
+
+UPSTREAM = "tests.trainer.upstream_jobs"
+
+
+@fault("G30")
+def test_g30_a_renamed_hook_is_refused_before_training(ranks: ForkServer, tmp_path: Path) -> None:
+    given = {"output_dir": str(tmp_path), "layout": SINGLE.to_json(), "name": "_save_checkpoint"}
+    (found,) = ranks.run(f"{UPSTREAM}:train_with_a_renamed_method", 1, given).values
+    assert not list(tmp_path.glob("checkpoint-*"))
+    line = "paddleformers.trainer.trainer:Trainer._save_checkpoint is missing"
+    assert (found["error"], line in found["evidence"]) == ("EnvironmentMismatch", True)
+
+
+@fault("G31")
+def test_g31_a_save_that_goes_around_stops_every_rank(ranks: ForkServer, tmp_path: Path) -> Seen:
+    given = {"layout": DP2.to_json(), "output_dir": str(tmp_path), "method": "_save_checkpoint", "way": "installed"}
+    found = ranks.run(f"{UPSTREAM}:goes_around", 2, given).values
+    assert [one["error"] for one in found] == ["EnvironmentMismatch"] * 2
+    assert [one["step"] for one in found] == [2, 2]
+    assert "_save_checkpoint of paddleformers_fc did not run" in found[0]["text"]
+    written = sorted(path.name for path in (tmp_path / "checkpoint-2" / "model_state").glob("*.metadata"))
+    return {"written": written[0]}
