@@ -48,23 +48,6 @@ def plan(
     return [entry for pieces in wanted.values() for piece in pieces for entry in engine.find_shard_sources(piece)]
 
 
-def made(statements: Sequence[str], arrays: Arrays, left: Tensors, right: Tensors | None = None) -> Arrays:
-    """The whole tensors that Paddle makes of ``left``; without ``right``, all that no statement reads again."""
-    engine = AOAEngine(
-        {"aoa_statements": list(statements), "enable_traceback": False},
-        described(left),
-        None if right is None else described(right),
-    )
-    found: Arrays = {}
-    for name, tensor in engine.output_vars.items():
-        if tensor is None:
-            continue
-        found[name] = np.full(tensor.shape, -1.0)
-        for source, source_slices, target_slices, steps in tensor.slices:
-            found[name][target_slices] = transposed(arrays[source][source_slices], steps)
-    return found
-
-
 def correspondences(entries: Sequence[ShardMappingEntry]) -> set[Correspondence]:
     """Paddle's slices as ours, in the largest boxes; a cast is its last one."""
     by_target: dict[str, list[Correspondence]] = {}

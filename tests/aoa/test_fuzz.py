@@ -59,16 +59,11 @@ def test_any_text_is_a_mapping_or_a_mapping_error(text: list[str], right: dict[s
 
 HOSTILE = {
     "a long name": "a" * 1_000_000,
-    "many quotes": "a -> c, permute=" + "'" * 100_001,
-    "many commas": "," * 40_000,
     "many names": ", ".join(f"n{index}" for index in range(20_000)) + " -> c, axis=0",
     "many placeholders": "m." + "$LAYER_ID" * 20_000 + " -> c",
     "many stars": "*".join(["m"] * 50_000) + " -> c",
     "a deep permutation": "a -> c, permute='[" + "1, " * 100_000 + "]'",
-    "an array without end": "a -> t[0:999999999], axis=0",
-    "heads without end": "a, b, b -> c, fused_qkv, num_heads=999999999, num_key_value_groups=999999999",
     "spaces": "a" + " " * 500_000 + "-> c" + "\t" * 500_000,
-    "dots": "a" + "." * 500_000 + " -> c",
     "digits": "a -> c, axis=" + "9" * 500_000,
     "lines": "\n" * 500_000 + "a -> c",
 }
@@ -81,17 +76,6 @@ def test_hostile_text_is_refused_in_bounded_time(kind: str) -> None:
         parse([HOSTILE[kind]], LEFT, RIGHT)
     assert time.process_time() - began < 10
     assert all(len(line) < 3_000 for line in caught.value.evidence)
-
-
-@pytest.mark.slow
-def test_many_statements_that_each_stand_for_many_are_stopped_by_the_budget() -> None:
-    left = side({f"m.{index}.w": (1,) for index in range(2_000)})
-    names = ", ".join(f"m.$LAYER_ID.t{index}" for index in range(60))
-    statements = [f"m.$LAYER_ID.w, {names} -> m.$LAYER_ID.v, axis=0"] * 60
-    began = time.process_time()
-    with pytest.raises(MappingError, match="names and boxes"):
-        parse(statements, left, side({"c": (1,)}))
-    assert time.process_time() - began < 20
 
 
 def test_twice_the_tensors_take_about_twice_the_work() -> None:

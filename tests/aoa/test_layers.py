@@ -9,10 +9,8 @@ from hypothesis import given, strategies as st
 from msgspec import structs
 
 from paddleformers_fc.aoa import AoaTensor, Tensors, parse, render, uncut, with_ties
-from paddleformers_fc.families import bind, enumerate_tensors
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, prove
 from tests.aoa.spaces import normal
-from tests.families.spaces import BY_NAME, model_of, nested_settings
 from tests.harness.sampling import thorough
 
 
@@ -106,18 +104,3 @@ def test_layers_that_are_alike_are_written_once_unless_they_exchange_names(kind:
     few, many = (len(render(rules_of([["same", kind]] * count, [], []))) for count in (4, 9))
     spelled = kind in ("next", "up by one", "outside", "zero")
     assert (few < many) == spelled, (few, many)
-
-
-@pytest.mark.parametrize("name", ["llama", "deepseek_v4", "ernie4_5_moe", "glm4_moe", "gpt_oss", "phi3", "qwen3_5_moe"])
-def test_the_text_of_a_family_with_more_layers_is_that_of_all_its_layers(name: str) -> None:
-    family = BY_NAME[name]
-    layers = {**family.defaults, **family.tiny}.get("num_hidden_layers", 2) + 4
-    # Empty layers in front shift the numbers, so that each layer has statements of its own.
-    kinds = family.tiny.get("text_config", {}).get("layer_types")
-    listed = {"layer_types": kinds * (layers // len(kinds))} if kinds else {}
-    changes = {"num_hidden_layers": layers, "num_empty_layers_add_in_head": 0, **listed}
-    described = model_of(nested_settings(family, **changes))
-    tensors = [one.under(tp=2) for one in enumerate_tensors(family, described)]
-    rules = structs.replace(bind(family, described, tensors), cuts={one.name: one.cuts for one in tensors})
-    assert len(render(rules)) < len(rules.rules)
-    check(rules)

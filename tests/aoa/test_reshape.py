@@ -48,15 +48,6 @@ def test_the_shape_of_the_target_decides_the_direction(source: Shape, target: Sh
     assert (found["d"] == count_up(*source).reshape(target)).all()
 
 
-def test_tensors_that_do_not_end_with_an_expert_are_reshaped_where_paddle_refuses_them() -> None:
-    found = made(["s0, s1 -> s, axis = 0", f"s -> d, {RESHAPE}"], {"s0": (2, 4), "s1": (4, 4)}, {"d": CANONICAL})
-    assert (found["d"] == count_up(*CANONICAL)).all()
-    parts = {"a": (2, 3, 1, 2), "b": (2, 3, 1, 2)}
-    found = made(["a, b -> s, axis = 2", f"s -> d, {RESHAPE}"], parts, {"d": FLAT})
-    joined = np.concatenate([count_up(*parts["a"]), count_up(*parts["b"], start=12)], 2)
-    assert (found["d"] == joined.reshape(FLAT)).all()
-
-
 def test_a_name_that_is_no_right_tensor_has_the_shape_in_the_text() -> None:
     statements = [f"s0 -> t, {RESHAPE}", "t -> d, permute='[2, 1, 0, 3]'"]
     found = made(statements, {"s0": FLAT}, {"d": (2, 3, 2, 2)})

@@ -7,39 +7,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-CONFIGS = {
-    "llama": "LlamaConfig",
-    "qwen2": "Qwen2Config",
-    "qwen3": "Qwen3Config",
-    "qwen2_moe": "Qwen2MoeConfig",
-    "qwen3_moe": "Qwen3MoeConfig",
-    "glm4_moe": "Glm4MoeConfig",
-    "deepseek_v3": "DeepseekV3Config",
-    "kimi_k2": "KimiK2Config",
-    "minimax_m2": "MiniMaxM2Config",
-    "ernie4_5": "Ernie4_5Config",
-    "ernie4_5_moe": "Ernie4_5_MoeConfig",
-    "gpt_oss": "GptOssConfig",
-    "gemma3_text": "Gemma3TextConfig",
-    "phi3": "Phi3Config",
-    "qwen2_5_vl": "Qwen2_5_VLConfig",
-    "qwen3_vl": "Qwen3VLConfig",
-    "qwen3_vl_moe": "Qwen3VLMoeConfig",
-    "qwen3_next": "Qwen3NextConfig",
-    "glm4v_moe": "Glm4vMoeConfig",
-    "glm_ocr": "GlmOcrConfig",
-    "paddleocr_vl": "PaddleOCRVLConfig",
-    "ernie4_5_moe_vl": "Ernie4_5_VLConfig",
-    "glm_moe_dsa": "GlmMoeDsaConfig",
-    "qwen3_5": "Qwen3_5Config",
-    "qwen3_5_moe": "Qwen3_5MoEConfig",
-}
 
-
-def stem_of(model_type: str) -> str:
-    """What the names of PaddleFormers' classes of a family begin with."""
-    others = {"ernie4_5_moe_vl": "Ernie4_5_VLMoe", "gemma3_text": "Gemma3"}
-    return others.get(model_type, CONFIGS[model_type].removesuffix("Config"))
+def config_class(model_type: str) -> Any:
+    """PaddleFormers' configuration class of a family: the last one of its module, behind those of nested ones."""
+    package = importlib.import_module(f"paddleformers.transformers.{model_type}.configuration")
+    return [kind for kind in vars(package).values() if getattr(kind, "model_type", None) == model_type][-1]
 
 
 def exported_configs(
@@ -53,21 +25,6 @@ def exported_configs(
         changed: values that a run sets in the configuration.
     """
     return {name: _exported_config(source, kept, changed or {}) for name, source in sources.items()}
-
-
-def contradicted_configs(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """What a reader finds contradicting in the config.json and the description that a save of each model writes."""
-    import json
-
-    from paddleformers_fc.families.changes import contradictions
-    from paddleformers_fc.trainer import documents
-    from paddleformers_fc.trainer.description import describe_model
-
-    models = {name: _configured(source, kept=True) for name, source in sources.items()}
-    return {
-        name: contradictions(json.loads(documents.config_text(model)), describe_model(model))
-        for name, model in models.items()
-    }
 
 
 def _exported_config(source: Mapping[str, Any], kept: bool, changed: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -91,9 +48,8 @@ def _configured(source: Mapping[str, Any], kept: bool, changed: Mapping[str, Any
     from paddleformers_fc.trainer import documents
 
     model_type = source["model_type"]
-    package = importlib.import_module(f"paddleformers.transformers.{model_type}.configuration")
     model = paddle.nn.Linear(2, 2)  # The classes of half of the families cannot be imported here.
-    model.config = getattr(package, CONFIGS[model_type]).from_dict(copy.deepcopy(dict(source)))
+    model.config = config_class(model_type).from_dict(copy.deepcopy(dict(source)))
     model.is_fleet, model.can_generate = model_type in ("kimi_k2", "minimax_m2"), lambda: False
     if kept:
         documents.correct(model.config, source)
@@ -127,9 +83,9 @@ def plain_model(model_type: str, values: Mapping[str, Any]) -> Any:
     from tests.harness import fleet_stub, tiny
 
     fleet_stub.install()
-    stem, package = stem_of(model_type), f"paddleformers.transformers.{model_type}"
-    module = importlib.import_module(f"{package}.modeling")
-    config = getattr(importlib.import_module(f"{package}.configuration"), CONFIGS[model_type])(**values)
+    module = importlib.import_module(f"paddleformers.transformers.{model_type}.modeling")
+    kind = config_class(model_type)
+    stem, config = kind.__name__.removesuffix("Config").removesuffix("Text"), kind(**values)
     for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
         if part is not None:
             part.fuse_rms_norm, part.use_flash_attention = False, False

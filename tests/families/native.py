@@ -15,32 +15,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-DEFAULTS = {
-    "attention_bias": False,
-    "fd_fallback": False,
-    "mlp_bias": False,
-    "moe_expert_fusion": False,
-    "mtp_num_layers": 0,
+_FALSE = ("attention_bias", "fd_fallback", "mlp_bias", "moe_expert_fusion", "tie_word_embeddings", "use_bias")
+_FALSE += ("using_sonic_moe", "add_full_attention_sink_bias", "add_swa_attention_sink_bias", "use_dense_mtp")
+_FALSE += ("routed_scaling_factor_learnable", "use_gated_attn", "use_vha_attention")
+_NONE = ("experimental_attention_variant", "fp8", "moe_latent_size", "sliding_window", "window_attn_skip_freq")
+_ZERO = ("mtp_num_layers", "num_nextn_predict_layers", "num_empty_layers_add_in_head")
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(_FALSE, False),
+    **dict.fromkeys(_NONE),
+    **dict.fromkeys(_ZERO, 0),
     "tensor_model_parallel_size": 1,
-    "num_nextn_predict_layers": 0,
-    "tie_word_embeddings": False,
-    "use_bias": False,
-    "using_sonic_moe": False,
-    # Of MiniMax M2 alone.
-    "add_full_attention_sink_bias": False,
-    "add_swa_attention_sink_bias": False,
-    "experimental_attention_variant": None,
-    "fp8": None,
     "moe_deep_gemm": True,
-    "moe_latent_size": None,
-    "num_empty_layers_add_in_head": 0,
-    "routed_scaling_factor_learnable": False,
-    "sliding_window": None,
     "softmax_type": "vanilla",
-    "use_dense_mtp": False,
-    "use_gated_attn": False,
-    "use_vha_attention": False,
-    "window_attn_skip_freq": None,
 }
 """What PaddleFormers' configurations contain by default."""
 

@@ -22,16 +22,6 @@ def settings(family: Family, **changes: Any) -> dict[str, Any]:
     return {**tiny.config, **({} if tiny.is_fleet is None else {"is_fleet": True}), **changes}
 
 
-def nested_settings(family: Family, **changes: Any) -> dict[str, Any]:
-    """The family's tiny configuration with changes of its text, which may have a nested configuration."""
-    towers = [tower for tower in family.towers if tower.flat]
-    if not towers:
-        return settings(family, **changes)
-    (key,) = (tower.key for tower in towers)
-    tiny = settings(family)
-    return {**tiny, key: {**tiny[key], **changes}}
-
-
 def model_of(config: Mapping[str, Any]) -> ModelDescription:
     """The model that such settings describe."""
     return ModelDescription({key: config[key] for key in config if key != "is_fleet"}, config.get("is_fleet"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -19,10 +18,10 @@ from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.families.stated import decode_mapping, encode_mapping
 from paddleformers_fc.mapping import RuleSet, prove
 from tests.families.spaces import BY_NAME
+from tests.mapping.numbers import Arrays, moved
 
 ADAPTERS = Adapters(r=4, alpha=8.0)
 MODELS = [(family, model) for family in BY_NAME.values() for model in tiny_models(family)]
-Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def tensors_of(family: Family, model: ModelDescription, tp: int) -> list[ModelTensor]:
@@ -30,15 +29,9 @@ def tensors_of(family: Family, model: ModelDescription, tp: int) -> list[ModelTe
     return [one.under(tp=tp) for one in enumerate_tensors(with_adapters(family, ADAPTERS), model)]
 
 
-def canonical(family: Family, model: ModelDescription, tensors: list[ModelTensor], held: Mapping[str, Any]) -> Arrays:
+def canonical(family: Family, model: ModelDescription, tensors: list[ModelTensor], held: Arrays) -> Arrays:
     """The canonical tensors of the values of a model's tensors."""
-    mapping = bind(family, model, tensors).mapping()
-    found = {name: np.zeros(spec.shape) for name, spec in mapping.sources.items()}
-    for one in mapping.correspondences:
-        values = held[one.target][tuple(map(slice, one.target_box.lo, one.target_box.hi))]
-        order = [one.axes.index(axis) for axis in range(len(one.source_box.lo))]
-        found[one.source][tuple(map(slice, one.source_box.lo, one.source_box.hi))] = values.transpose(order)
-    return found
+    return moved(bind(family, model, tensors).mapping().reversed(), held)
 
 
 @pytest.mark.parametrize(("family", "model"), MODELS, ids=lambda one: getattr(one, "name", ""))

@@ -68,18 +68,6 @@ def test_a_family_is_proved_and_paddle_reads_its_text_as_the_family_means_it(nam
         agree(one.text(reverse=True), one.mapping.reversed(), *one.sides(reverse=True))
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_the_mapping_from_one_degree_to_another_is_that_through_open_weights(name: str) -> None:
-    models = {degree: Model(name, degree).mapping for degree in DEGREES}
-    arrays = numbered(models[1])
-    held = {degree: moved(mapping, arrays) for degree, mapping in models.items()}
-    for source, target in ((4, 1), (1, 2), (2, 4)):
-        composed = models[source].reversed().then(models[target])
-        prove(composed)
-        found = moved(composed, held[source])
-        assert all((found[name] == wanted).all() for name, wanted in held[target].items())
-
-
 PER_RANK = "qwen3_5"
 """Each rank holds several parts of one file side by side, which AOA cannot state without their number."""
 

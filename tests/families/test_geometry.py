@@ -4,70 +4,70 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families import Family, ModelTensor, bind, enumerate_tensors
-from paddleformers_fc.families.language import gate_up, stacked
+from paddleformers_fc.families import Family, ModelTensor, bind, enumerate_tensors, language as lang
 from paddleformers_fc.families.sizes import OneOf, Size, Sizes
 from paddleformers_fc.mapping import prove
-from tests.families.spaces import BY_NAME, differing, model_of, settings, spaces, tensors
+from tests.families.spaces import BY_NAME, model_of, settings, tensors
 from tests.harness.work import calls
-from tests.mapping.numbers import moved
-
-EXPERT = "model.layers.{layer}.experts.{expert}"
-GATE_UP = gate_up(f"{EXPERT}.gu", f"{EXPERT}.gate", f"{EXPERT}.up")[0]
-CONFIG = {"hidden_size": 4, "intermediate_size": 6, "num_experts": 3, "num_hidden_layers": 2}
 
 
-def test_expert_parallelism_cuts_a_stack_along_its_experts_and_does_not_change_the_mapping() -> None:
-    statements = stacked("model.layers.{layer}.stack", GATE_UP)
-    family = Family("probe", statements)
-    config = {**CONFIG, "num_experts": 4}
-    cut, whole = ([one.under(ep=ep) for one in enumerate_tensors(family, model_of(config))] for ep in (4, 1))
-    assert {tensor.cuts for tensor in cut} == {(4, 1)}
-    assert bind(family, model_of(config), cut).rules == bind(family, model_of(config), whole).rules
+def test_a_part_of_the_family_itself_is_refused_in_a_scope() -> None:
+    with pytest.raises(TypeError, match="belongs to the family itself"):
+        lang.layer("model", lang.ends("embed_tokens", "norm", "lm_head"))
 
 
-def test_experts_are_stacked_on_an_axis_of_their_own() -> None:
-    family = Family("probe", stacked("model.layers.{layer}.stack", GATE_UP, new=True))
-    rules, canonical, model = spaces(family, CONFIG)
-    names = [f"model.layers.0.experts.{expert}" for expert in range(3)]
-    parts = [[canonical[f"{name}.{part}.weight"].T for part in ("gate", "up")] for name in names]
-    fused = [np.concatenate(pair, axis=1) for pair in parts]
-    assert np.array_equal(model["model.layers.0.stack"], np.stack(fused))
-    assert differing(canonical, moved(rules.mapping().reversed(), model)) == []
+def test_a_stack_with_other_axes_than_are_declared_is_refused() -> None:
+    probe = Family("probe", lang.stack_of_files("model.weight1", shape=("hidden", "ffn")))
+    stack = ModelTensor("model.weight1", (3, 4), "float32", (1, 1))
+    with pytest.raises(MappingError, match="3 axes are declared, this tensor has 2"):
+        bind(probe, model_of({"num_experts": 3}), [stack])
 
 
-def test_heads_that_the_layer_or_the_ranks_do_not_hold_are_refused_with_the_numbers() -> None:
-    wide = ModelTensor("model.layers.0.self_attn.qkv_proj.weight", (32, 33), "float32", (1, 1))
-    with pytest.raises(MappingError, match="length 33 does not divide into 8 query and 2 x 4"):
-        bind(BY_NAME["ernie4_5"], model_of(settings(BY_NAME["ernie4_5"])), [wide])
+FUSED, NORM = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.2.input_layernorm.weight"
+GATE, EMPTY = "model.layers.1.mlp.gate.weight", "num_empty_layers_add_in_head"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "tensor", "shape", "message"),
+    [
+        ("ernie4_5", {}, FUSED, (32, 33), "length 33 does not divide into 8 query and 2 x 4"),
+        # Gates, and values of another length: the layer is longer than its heads, and divisible.
+        ("minimax_m2", {"use_gated_attn": True, "v_head_dim": 8}, FUSED, (32, 192), "length 192 is not the 128 that 8"),
+        ("minimax_m2", {"v_head_dim": 16}, FUSED, (32, 160), "length 160 is not the 128 that 8 query and 2 x 4"),
+        # Two layers and one prediction layer: with other empty layers, every number would mean another layer.
+        ("glm4_moe", {EMPTY: 3}, NORM, (32,), "its number 2 is smaller than the shift 3"),
+        ("glm4_moe", {EMPTY: 0}, NORM, (32,), r"is the canonical [0-9], and the configuration has"),
+        ("glm4_moe", {EMPTY: 2}, "model.layers.5.enorm.weight", (32,), r"canonical [0-9], and the configuration has"),
+        ("qwen3_moe", {"is_fleet": True}, GATE, (32, 4), r"32, 4\] is declared for `stepped\(.* and not is_fleet`,"),
+        ("qwen3_moe", {"is_fleet": None, "num_experts": 32}, GATE, (32, 32), "2 statements declare it, and shape"),
+        ("qwen3_moe", {"is_fleet": True}, GATE, (8, 8), r"shape \[8, 8\] does not distinguish them"),
+        ("qwen2_5_vl", {}, "model.visual.merger.mlp.1.weight", (16,), "no statement of family qwen2_5_vl declares"),
+        ("qwen2_5_vl", {}, "model.visual.blocks.2.norm1.weight", (16,), "its block 2 is the canonical 2, and the"),
+    ],
+)
+def test_a_tensor_that_the_configuration_does_not_have_is_refused_with_the_numbers(
+    name: str, changes: dict[str, Any], tensor: str, shape: tuple[int, ...], message: str
+) -> None:
+    family = BY_NAME[name]
+    with pytest.raises(MappingError, match=message):
+        bind(family, model_of(settings(family, **changes)), [ModelTensor(tensor, shape, "float32", (1,) * len(shape))])
+
+
+def test_heads_that_ranks_cannot_share_are_refused_with_the_numbers() -> None:
     family = BY_NAME["phi3"]
     config = settings(family, num_key_value_heads=2)
     with pytest.raises(MappingError, match="2 key and value heads are not divisible among 4 tensor-parallel ranks"):
         bind(family, model_of(config), tensors(family, config, 4))
 
 
-@pytest.mark.parametrize(("gate", "value"), [(8, 8), (0, 16)], ids=["a gate", "values of another length"])
-def test_a_fused_attention_that_holds_more_than_its_heads_is_refused_though_its_length_is_divisible(
-    gate: int, value: int
-) -> None:
-    family = BY_NAME["minimax_m2"]
-    config = settings(family, use_gated_attn=bool(gate), v_head_dim=value)
-    width = 4 * (2 * (8 + gate) + 8 + value)
-    assert width % (8 + 2 * 4) == 0
-    fused_layer = ModelTensor("model.layers.0.self_attn.qkv_proj.weight", (32, width), "float32", (1, 1))
-    with pytest.raises(MappingError, match=f"length {width} is not the 128 that 8 query and 2 x 4"):
-        bind(family, model_of(config), [fused_layer])
-
-
 def test_statements_for_one_name_are_distinguished_by_the_class_and_the_configuration() -> None:
     family = BY_NAME["qwen3_moe"]
 
     def axes(shape: tuple[int, int], **changes: Any) -> tuple[int, ...]:
-        gate = ModelTensor("model.layers.1.mlp.gate.weight", shape, "float32", (1, 1))
+        gate = ModelTensor(GATE, shape, "float32", (1, 1))
         return bind(family, model_of(settings(family, **changes)), [gate]).rules[0].axes
 
     assert axes((4, 32), is_fleet=True) == (0, 1)
@@ -76,30 +76,6 @@ def test_statements_for_one_name_are_distinguished_by_the_class_and_the_configur
     assert axes((32, 32), is_fleet=True, num_experts=32) == (0, 1)
     assert axes((32, 32), is_fleet=False, num_experts=32) == (1, 0)
     assert axes((32, 4), is_fleet=None) == (1, 0)
-    fulfil = r"shape \[32, 4\] is declared for `stepped\(.* and not is_fleet`, which the configuration does not fulfil"
-    for shape, changes, message in (
-        ((32, 4), {"is_fleet": True}, fulfil),
-        ((32, 32), {"is_fleet": None, "num_experts": 32}, "2 statements declare it, and shape .32, 32. does not"),
-        ((8, 8), {"is_fleet": True}, r"2 statements declare it, and shape \[8, 8\] does not distinguish them"),
-    ):
-        with pytest.raises(MappingError, match=message):
-            axes(shape, **changes)
-
-
-@pytest.mark.parametrize(
-    ("name", "empty", "message"),
-    [
-        ("model.layers.2.input_layernorm.weight", 3, r"its number 2 is smaller than the shift 3"),
-        ("model.layers.2.input_layernorm.weight", 0, r"is the canonical [0-9], and the configuration has"),
-        ("model.layers.5.enorm.weight", 2, r"is the canonical [0-9], and the configuration has"),
-    ],
-)
-def test_a_number_that_the_configuration_does_not_have_is_refused(name: str, empty: int, message: str) -> None:
-    # Two layers and one prediction layer: with another count of empty layers, every number would mean another layer.
-    family = BY_NAME["glm4_moe"]
-    config = settings(family, num_empty_layers_add_in_head=empty)
-    with pytest.raises(MappingError, match=message):
-        bind(family, model_of(config), [ModelTensor(name, (32,), "float32", (1,))])
 
 
 def test_the_router_is_cast_when_the_file_is_not_in_its_dtype_and_the_rest_is_not() -> None:
@@ -119,29 +95,16 @@ SPARSE = [(1, -1, 1), (0, -1, 1), (2, 3, 1), (0, 2, 2), (1, -1, 3)]
 
 
 @pytest.mark.parametrize(("start", "end", "interval"), SPARSE)
-def test_ernie_is_proved_over_its_whole_configuration_space(start: int, end: int, interval: int) -> None:
+def test_layers_of_ernie_have_experts_by_start_end_and_interval_and_prediction_blocks_by_their_own_number(
+    start: int, end: int, interval: int
+) -> None:
     family = BY_NAME["ernie4_5_moe"]
-    for depth, switches in ((0, 0), (0, 15), (1, 5), (1, 10), (2, 3), (2, 12)):
-        config = settings(
-            family,
-            num_hidden_layers=4,
-            num_nextn_predict_layers=depth,
-            moe_layer_start_index=start,
-            moe_layer_end_index=end,
-            moe_layer_interval=interval,
-            moe_num_shared_experts=switches & 1,
-            tie_word_embeddings=bool(switches & 2),
-            use_bias=bool(switches & 4),
-            moe_use_aux_free=bool(switches & 8),
-        )
-        mapping = bind(family, model_of(config), tensors(family, config, 2)).mapping()
-        prove(mapping)
-        prove(mapping.reversed())
-        sparse = [n for n in range(4) if (n + 1) % interval == 0 and start <= n <= (3 if end < 0 else end)]
-        found = {name.split(".")[2] for name in mapping.targets if "model.layers" in name and ".experts.0." in name}
-        assert found == {str(n) for n in sparse}
-        blocks = {name.split(".")[2] for name in mapping.targets if "mtp_block" in name and ".experts.0." in name}
-        assert blocks == {str(n) for n in sparse if n < depth}
+    chosen = {"moe_layer_start_index": start, "moe_layer_end_index": end, "moe_layer_interval": interval}
+    config = settings(family, num_hidden_layers=4, **chosen)
+    names = [one.name for one in enumerate_tensors(family, model_of(config)) if ".experts.0." in one.name]
+    sparse = [n for n in range(4) if (n + 1) % interval == 0 and start <= n <= (3 if end < 0 else end)]
+    assert {name.split(".")[2] for name in names if ".layers." in name} == {str(n) for n in sparse}
+    assert {name.split(".")[2] for name in names if ".mtp_block." in name} == {str(n) for n in sparse if n < 2}
 
 
 def test_binding_visits_every_tensor_once() -> None:
@@ -156,12 +119,6 @@ def test_binding_visits_every_tensor_once() -> None:
         return counted / len(model)
 
     assert calls_per_tensor(40) < 1.1 * calls_per_tensor(10) < 25
-
-
-def test_a_size_is_the_configurations_own_inside_its_own_definition() -> None:
-    declared: dict[str, Size] = {"head": lambda head, hidden: head or hidden // 2, "wide": ("head", "head")}
-    assert Sizes(declared, {"hidden": 8}).length("wide") == 8
-    assert Sizes(declared, {"hidden": 8, "head": 3}).length("wide") == 6
 
 
 KINDS = {"a": 1, "text": "four", "kinds": ["x", "y"]}
@@ -198,7 +155,10 @@ def test_a_text_or_a_list_of_a_configuration_is_not_multiplied(key: str, ours: S
         sizes.length("ours")
 
 
-def test_a_function_returns_texts_and_lists_as_the_configuration_has_them() -> None:
+def test_a_function_returns_what_the_configuration_has_and_its_own_name_inside_its_definition() -> None:
+    declared: dict[str, Size] = {"head": lambda head, hidden: head or hidden // 2, "wide": ("head", "head")}
+    assert Sizes(declared, {"hidden": 8}).length("wide") == 8
+    assert Sizes(declared, {"hidden": 8, "head": 3}).length("wide") == 6
     sizes = Sizes({"kind": lambda text: text, "all": lambda kinds: kinds, "first": lambda kinds: kinds[0]}, KINDS)
     assert [sizes.value(name) for name in ("kind", "all", "first")] == ["four", ["x", "y"], "x"]
     assert Sizes({"kind": lambda text, a: text or a}, {"text": "", "a": 1}).value("kind") == 1

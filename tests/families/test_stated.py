@@ -18,7 +18,7 @@ from paddleformers_fc.families.stated import (
     rules_by_name,
 )
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie, prove
-from paddleformers_fc.mapping.rules import Slab, encode_rules
+from paddleformers_fc.mapping.rules import Slab
 
 WEIGHT, BIAS = ModelTensor("fc.weight", (4, 6), "float32", (1, 2)), ModelTensor("fc.bias", (6,), "float32", (2,))
 NUMBER, HEAD = ModelTensor("scale", (), "float32", ()), ModelTensor("head.weight", (4, 6), "float32", (1, 2))
@@ -130,8 +130,3 @@ def test_a_document_without_its_parts_is_refused(field: str) -> None:
     del found[field]
     with pytest.raises(FormatError, match=f"missing required field `{field}`"):
         decode_mapping(json.dumps(found).encode(), "mapping.json")
-
-
-def test_the_rules_alone_are_not_a_document() -> None:
-    with pytest.raises(FormatError, match="Invalid mapping of the checkpoint"):
-        decode_mapping(encode_rules(RULES), "mapping.json")

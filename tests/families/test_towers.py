@@ -6,8 +6,7 @@ import pytest
 from msgspec import structs
 
 from paddleformers_fc.errors import Corrupt, MappingError
-from paddleformers_fc.families import ModelDescription, ModelTensor, bind, enumerate_tensors, prove_family
-from paddleformers_fc.families.language import FORMERS, OneOf, ends, family, layer, same
+from paddleformers_fc.families import ModelDescription, enumerate_tensors
 from paddleformers_fc.families.names import family_heads, family_keys, tied_names
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
@@ -28,19 +27,6 @@ def test_a_tower_is_on_the_first_stage_of_a_pipeline_and_layers_are_on_their_own
     assert [name for name in last if ".layers.1." in name]
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("model.visual.merger.mlp.1.weight", "no statement of family qwen2_5_vl declares this tensor"),
-        ("model.visual.blocks.2.norm1.weight", "its block 2 is the canonical 2, and the configuration has 0 to 1"),
-    ],
-)
-def test_a_literal_number_is_no_other_number_and_a_tower_has_layers_of_its_own(name: str, reason: str) -> None:
-    with pytest.raises(MappingError) as caught:
-        bind(FAMILY, MODEL, [ModelTensor(name, (16,), "float32", (1,))])
-    assert reason in caught.value.evidence[0]
-
-
 def test_a_missing_key_of_a_nested_configuration_is_not_taken_from_another_tower() -> None:
     vision = {key: value for key, value in CONFIG["vision_config"].items() if key != "depth"}
     with pytest.raises(MappingError, match="depth"):
@@ -55,19 +41,6 @@ def test_keys_and_heads_of_nested_configurations_are_identified_by_their_paths()
         "vision_config.num_attention_heads": 4,
         "vision_config.num_key_value_heads": 4,
     }
-
-
-def test_a_size_is_read_from_a_nested_configuration_by_its_path() -> None:
-    nested = family(
-        "nested",
-        ends("model.embed_tokens", "model.norm", "lm_head"),
-        layer("model.layers.{layer}", same("norm.weight")),
-        classes=(FORMERS,),
-        sizes={"hidden": OneOf(("text_config.hidden_size", "hidden_size")), "layers": "text_config.num_hidden_layers"},
-        tiny={"text_config": {"hidden_size": 32, "num_hidden_layers": 1}},
-    )
-    assert prove_family(nested) == 4
-    assert {"text_config.hidden_size", "hidden_size"} <= family_keys(nested)
 
 
 def test_a_nested_key_that_differs_between_config_json_and_the_stored_model_is_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from verification.forkserver import ForkServer
 from verification.matrix.layouts import parse_layout
+from verification.matrix.tiny import keys
 
 
 class Runs:
@@ -29,10 +30,13 @@ class Runs:
         model: Mapping[str, Any] | None = None,
         frozen: Sequence[str] = (),
     ) -> Path:
-        """The checkpoint of a run of the stock Trainer with some options, or of ours for None."""
+        """The checkpoint of a run of the stock Trainer with some options, or of ours for None.
+
+        It has a ``config.json``, which Paddle's FlexCheckpoint lacks.
+        """
         key = json.dumps([layout, options, bf16, model or {}, frozen], sort_keys=True)
         if key not in self._saved:
-            used = replace(parse_layout(layout), bf16=bf16)
+            used, model_type = replace(parse_layout(layout), bf16=bf16), (model or {}).get("model_type", "llama")
             output_dir = self._root / str(len(self._saved))
             given = {
                 "layout": used.to_json(),
@@ -40,11 +44,13 @@ class Runs:
                 "arguments": {"max_steps": 2, "save_steps": 2, **(options or {})},
                 "ours": options is None,
                 "model": {name: value for name, value in (model or {}).items() if name != "model_type"},
-                "model_type": (model or {}).get("model_type", "llama"),
+                "model_type": model_type,
                 "frozen": frozen,
             }
             assert self._ranks.run("tests.formats.jobs:train", used.nproc, given).values[0]["step"] == 2
             self._saved[key] = output_dir / "checkpoint-2"
+            if not (self._saved[key] / "config.json").exists():
+                (self._saved[key] / "config.json").write_text(json.dumps({**keys(model_type), **(model or {})}))
         return self._saved[key]
 
 
@@ -52,15 +58,3 @@ class Runs:
 def runs(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The runs of this session."""
     return Runs(ranks, tmp_path_factory.mktemp("runs"))
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    """Every file of a directory."""
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    """Change fields of a file of a copy, which may be a link to the file of the original."""
-    content = json.loads(path.read_text()) | changes
-    path.unlink()
-    path.write_text(json.dumps(content))

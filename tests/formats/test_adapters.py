@@ -17,6 +17,7 @@ from paddleformers_fc.families import ModelDescription, bind, enumerate_tensors,
 from paddleformers_fc.families.description import Adapters, is_adapter, shared_inputs, with_adapters
 from paddleformers_fc.formats.adapters import PADDLEFORMERS_LORA, PEFT
 from tests.cli.support import run
+from tests.formats.damage import assert_refused
 from verification.matrix.tiny import keys
 
 PEFT_CONFIG = {
@@ -35,7 +36,8 @@ PEFT_CONFIG = {
     "an_option_of_tomorrow": None,
 }
 OURS = {"r": 4, "lora_alpha": 8, "scaling": 2.0, "enable_lora_list": None, "pissa": False, "loraga": False}
-LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+PROJECTION = "model.layers.0.self_attn.q_proj"
+LAYER = f"base_model.model.{PROJECTION}"
 TENSORS = {
     f"{LAYER}.lora_A.weight": np.zeros((4, 8), np.float32),
     f"{LAYER}.lora_B.weight": np.zeros((8, 4), np.float32),
@@ -48,11 +50,12 @@ def peft(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def paddleformers(directory: Path, **changes: Any) -> Path:
+def paddleformers(directory: Path, arrays: Mapping[str, Any] | None = None, **changes: Any) -> Path:
     name = "peft_model-00001-of-00001.safetensors"
+    held = arrays or {f"{PROJECTION}.lora_A": np.zeros((8, 4), np.float32)}
     (directory / "lora_config.json").write_text(json.dumps({**OURS, **changes}))
-    save_file({"model.layers.0.self_attn.q_proj.lora_A": np.zeros((8, 4), np.float32)}, directory / name)
-    index = {"weight_map": {"model.layers.0.self_attn.q_proj.lora_A": name}}
+    save_file(dict(held), directory / name)
+    index = {"weight_map": dict.fromkeys(held, name)}
     (directory / "peft_model.safetensors.index.json").write_text(json.dumps(index))
     return directory
 
@@ -69,28 +72,30 @@ def test_initialisations_that_keep_the_base_are_read(tmp_path: Path, changes: di
     assert PEFT.open(peft(tmp_path, **changes)).catalog.count == 2
 
 
+INVALID, CONTRADICTS = "Invalid configuration of adapters", "r, lora_alpha and rslora give 2.0"
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("write", "key", "value", "message"),
     [
-        *(("init_lora_weights", one) for one in ("pissa", "pissa_niter_16", "olora", "loftq", "corda", "lora_ga")),
-        *(("init_lora_weights", one) for one in ("tomorrow", ["pissa"])),
-        *(("bias", "tomorrow"), ("an_option_of_tomorrow", [1])),
+        *((peft, "init_lora_weights", one, "") for one in ("pissa", "pissa_niter_16", "olora", "loftq", "corda")),
+        *((peft, "init_lora_weights", one, "") for one in ("lora_ga", "tomorrow", ["pissa"])),
+        (peft, "bias", "tomorrow", ""),
+        (peft, "an_option_of_tomorrow", [1], ""),
+        *((paddleformers, key, [True], "") for key in ("pissa", "use_mora", "lora_use_mixer", "enable_lora_list")),
+        *((paddleformers, key, [True], "") for key in ("loraga", "do_qat")),
+        *((paddleformers, "scaling", one, CONTRADICTS) for one in (4.0, 0, float("nan"), "2.0")),
+        *((one, "lora_alpha", float("inf"), INVALID) for one in (peft, paddleformers)),
+        *((one, "lora_alpha", float("nan"), INVALID) for one in (peft, paddleformers)),
     ],
 )
-def test_initialisations_that_change_the_base_and_unknown_keys_are_refused(
-    tmp_path: Path, key: str, value: object
+def test_variants_that_change_the_base_and_values_that_contradict_each_other_are_refused_by_name(
+    tmp_path: Path, write: Callable[..., Path], key: str, value: object, message: str
 ) -> None:
-    with pytest.raises(OptionError) as refused:
-        PEFT.open(peft(tmp_path, **{key: value}))
-    assert f"{key}: {value!r}" in refused.value.render()
-
-
-@pytest.mark.parametrize("alpha", [float("nan"), float("inf"), -float("inf")])
-def test_an_infinite_alpha_is_refused(tmp_path: Path, alpha: float) -> None:
-    with pytest.raises(FormatError, match="Invalid configuration of adapters"):
-        PEFT.open(peft(tmp_path, lora_alpha=alpha))
-    with pytest.raises(FormatError, match="Invalid configuration of adapters"):
-        PADDLEFORMERS_LORA.open(paddleformers(tmp_path, lora_alpha=alpha))
+    kind = PEFT if write is peft else PADDLEFORMERS_LORA
+    with pytest.raises(FormatError if message else OptionError) as refused:
+        kind.open(write(tmp_path, **{key: value}))
+    assert (message or f"{key}: {value!r}") in refused.value.render()
 
 
 @pytest.mark.parametrize("name", ["..", "../peft_model.safetensors", "\ud800", 3])
@@ -98,29 +103,13 @@ def test_an_index_that_lists_a_file_outside_its_directory_is_refused_with_a_next
     tmp_path: Path, name: str | int
 ) -> None:
     index = paddleformers(tmp_path) / "peft_model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"model.layers.0.self_attn.q_proj.lora_A": name}}))
-    with pytest.raises(FormatError, match="The index") as refused:
-        PADDLEFORMERS_LORA.open(tmp_path)
-    assert refused.value.next_step
-
-
-@pytest.mark.parametrize("key", ["pissa", "use_mora", "lora_use_mixer", "enable_lora_list", "loraga", "do_qat"])
-def test_variants_of_paddleformers_are_refused_by_name(tmp_path: Path, key: str) -> None:
-    with pytest.raises(OptionError) as refused:
-        PADDLEFORMERS_LORA.open(paddleformers(tmp_path, **{key: [True]}))
-    assert f"{key}: [True]" in refused.value.render()
+    index.write_text(json.dumps({"weight_map": {f"{PROJECTION}.lora_A": name}}))
+    assert_refused(lambda: PADDLEFORMERS_LORA.open(tmp_path), FormatError, "The index")
 
 
 @pytest.mark.parametrize(("scaling", "rslora"), [(2.0, False), (4.0, True), (None, False)])
 def test_a_scaling_of_the_rank_and_alpha_is_read(tmp_path: Path, scaling: float | None, rslora: bool) -> None:
     assert PADDLEFORMERS_LORA.open(paddleformers(tmp_path, scaling=scaling, rslora=rslora)).catalog.count == 1
-
-
-@pytest.mark.parametrize("scaling", [4.0, 0, float("nan"), "2.0"])
-def test_a_scaling_that_contradicts_the_rank_and_alpha_is_refused(tmp_path: Path, scaling: object) -> None:
-    with pytest.raises(FormatError) as refused:
-        PADDLEFORMERS_LORA.open(paddleformers(tmp_path, scaling=scaling))
-    assert "r, lora_alpha and rslora give 2.0" in refused.value.render()
 
 
 # ---- Conversions.
@@ -223,26 +212,16 @@ def test_patterns_of_converted_adapters_are_those_of_a_run_that_starts_from_them
     assert (found.target_modules, found.trainable_modules) == ((r".*\.q_proj", r".*\.v_proj"), ())
 
 
-def without_outputs(arrays: Arrays) -> None:
-    del arrays[f"{LAYER}.lora_B.weight"]
+A, B = (f"{LAYER}.lora_{end}.weight" for end in "AB")
+RANK_8 = np.zeros((8, 64), np.float32)
 
 
 def stored_twice(arrays: Arrays) -> None:
-    for infix in ("", "base_layer."):
-        arrays[f"{LAYER}.{infix}bias"] = np.zeros(64, np.float32)
-
-
-def of_another_rank(arrays: Arrays) -> None:
-    arrays[f"{LAYER}.lora_A.weight"] = np.zeros((8, 64), np.float32)
+    arrays |= dict.fromkeys((f"{LAYER}.bias", f"{LAYER}.base_layer.bias"), np.zeros(64, np.float32))
 
 
 def of_an_unknown_layer(arrays: Arrays) -> None:
-    for end in ("A", "B"):
-        arrays[f"{LAYER}_of_another.lora_{end}.weight"] = arrays[f"{LAYER}.lora_{end}.weight"]
-
-
-def with_inputs_apart(arrays: Arrays) -> None:
-    arrays[f"{LAYER}.lora_A.weight"] = arrays[f"{LAYER}.lora_A.weight"] + 1
+    arrays |= {name.replace("q_proj", "q_proj_of_another"): arrays[name] for name in (A, B)}
 
 
 def without_a_part(arrays: Arrays) -> None:
@@ -253,12 +232,12 @@ def without_a_part(arrays: Arrays) -> None:
 @pytest.mark.parametrize(
     ("change", "config", "kind", "evidence"),
     [
-        (without_outputs, LLAMA, Corrupt, "q_proj.lora_B.weight is missing"),
+        (lambda arrays: arrays.pop(B), LLAMA, Corrupt, "q_proj.lora_B.weight is missing"),
         (lambda arrays: arrays.clear(), LLAMA, Corrupt, "it contains no tensor"),
         (stored_twice, LLAMA, Corrupt, "is stored twice"),
-        (of_another_rank, LLAMA, MismatchError, "q_proj.lora_A.weight: stored [8, 64], expected [4, 64]"),
+        (lambda arrays: arrays.update({A: RANK_8}), LLAMA, MismatchError, "A.weight: stored [8, 64], expected [4, 64]"),
         (of_an_unknown_layer, LLAMA, MappingError, "q_proj_of_another"),
-        (with_inputs_apart, ERNIE, FlexError, "k_proj.lora_A.weight"),
+        (lambda arrays: arrays.update({A: arrays[A] + 1}), ERNIE, FlexError, "k_proj.lora_A.weight"),
         (without_a_part, ERNIE, MappingError, "k_proj.lora_B.weight"),
     ],
 )
@@ -285,20 +264,11 @@ def test_adapters_that_are_not_those_of_their_base_are_refused(
 def test_adapters_of_paddleformers_that_are_not_whole_or_of_another_rank_are_refused(
     shapes: dict[str, tuple[int, ...]], changes: dict[str, int], evidence: str, tmp_path: Path
 ) -> None:
-    source = tmp_path / "adapters"
-    source.mkdir()
-    paddleformers(source, **changes)
-    arrays = {
-        f"model.layers.0.self_attn.q_proj.lora_{end}": np.ones(shape, np.float32) for end, shape in shapes.items()
-    }
-    (weights,) = source.glob("*.safetensors")
-    save_file(arrays, weights)
-    index = {"weight_map": dict.fromkeys(arrays, weights.name)}
-    (source / "peft_model.safetensors.index.json").write_text(json.dumps(index))
-    (source / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["AForCausalLMDeprecated"]}))
-    with pytest.raises(Corrupt, match="complete adapters") as refused:
-        _ = paddleformers_fc.open(source).convert(tmp_path / "flex")
-    assert any(evidence in line for line in refused.value.evidence), refused.value.evidence
+    source = base_of(tmp_path / "adapters", {**LLAMA, "architectures": ["AForCausalLMDeprecated"]})
+    arrays = {f"{PROJECTION}.lora_{end}": np.ones(shape, np.float32) for end, shape in shapes.items()}
+    paddleformers(source, arrays, **changes)
+    opened = paddleformers_fc.open(source)
+    assert_refused(lambda: opened.convert(tmp_path / "flex"), Corrupt, "complete adapters", evidence)
 
 
 @pytest.mark.parametrize("location", [None, "meta-llama/Llama-2-7b-hf", "x" * 5000, "\0", "."])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,21 +34,20 @@ SHARDS = {
 HEADER = 100
 
 
-def checksums() -> list[FileChecksum]:
+def checksums(files: Mapping[str, Sequence[Shard]] = SHARDS) -> list[FileChecksum]:
     """Those of the files, each with a header of 100 bytes, and of a document."""
-    sizes = {path: HEADER + sum(one.size * dtype_size(one.dtype) for one in own) for path, own in SHARDS.items()}
+    sizes = {path: HEADER + sum(one.size * dtype_size(one.dtype) for one in own) for path, own in files.items()}
     return [checksum_of(path, bytes(size)) for path, size in {**sizes, "config.json": 7}.items()]
 
 
-def decoded(raw: bytes, **unlike: Any) -> Index:
-    """Decode an index under the manifest's records, of which some differ."""
-    records = records_of([*checksums(), checksum_of(INDEX_NAME, raw)])
-    return decode_index(raw, [unlike.get(one.path, one) for one in records], Path(INDEX_NAME))
+def decoded(raw: bytes, written: Sequence[FileChecksum]) -> Index:
+    """Decode an index under the manifest's records."""
+    return decode_index(raw, records_of([*written, checksum_of(INDEX_NAME, raw)]), Path(INDEX_NAME))
 
 
 def test_shards_and_checksums_survive_an_index() -> None:
     raw = encode_index(shard_columns(SHARDS.items()), checksums())
-    index = decoded(raw)
+    index = decoded(raw, checksums())
     for path, shards in SHARDS.items():
         widths = [dtype_size(one.dtype) for one in shards]
         ends = np.cumsum([HEADER, *(one.size * width for one, width in zip(shards, widths, strict=True))]).tolist()
@@ -87,9 +86,8 @@ def test_tensors_of_an_index_are_those_of_its_shards(odd: str) -> None:
         files["model_state/rank-00003.safetensors"].append(
             Shard("b.rows", "float16" if odd == "float16" else "float32", (8 if odd == "float16" else 9, 6), HALF)
         )
-    sizes = {path: HEADER + sum(one.size * dtype_size(one.dtype) for one in own) for path, own in files.items()}
-    written = [checksum_of(path, bytes(size)) for path, size in sizes.items()]
-    index = decode_index(encode_index(shard_columns(files.items()), written), records_of(written), Path(INDEX_NAME))
+    written = checksums(files)
+    index = decoded(encode_index(shard_columns(files.items()), written), written)
     expected, contradictions = gather_shards(shard for path in index.files for shard in index.shards(path))
     tensors, faults = index.tensors("model_state")
     assert faults == contradictions
@@ -136,7 +134,7 @@ def test_an_index_that_cannot_be_is_refused(column: str, at: int, value: int, me
     columns[column][at] = value
     raw = encode_index(columns, checksums())
     with pytest.raises(FormatError, match=message):
-        decoded(raw)
+        decoded(raw, checksums())
 
 
 def test_boxes_of_one_hash_are_refused() -> None:
@@ -146,14 +144,14 @@ def test_boxes_of_one_hash_are_refused() -> None:
     shards = [Shard(f"a{number}", "float32", shape, whole(shape)) for number, shape in enumerate(shapes)]
     raw = encode_index(shard_columns([(path, shards if own else []) for path, own in SHARDS.items()]), checksums())
     with pytest.raises(FormatError, match="colliding hash"):
-        decoded(raw)
+        decoded(raw, checksums())
 
 
 def test_files_that_are_shorter_than_their_shards_are_refused() -> None:
     few = [checksum_of(one.path, bytes(8)) if one.path in SHARDS else one for one in checksums()]
     raw = encode_index(shard_columns(SHARDS.items()), few)
     with pytest.raises(FormatError, match="shorter than its shards"):
-        decode_index(raw, records_of(few), Path(INDEX_NAME))
+        decoded(raw, few)
 
 
 @pytest.mark.parametrize("count", [-1, 1])
@@ -164,7 +162,7 @@ def test_blocks_that_are_not_those_of_the_manifest_are_refused(count: int) -> No
     )
     assert columns_of(raw).keys() == columns_of(other).keys()
     with pytest.raises(FormatError, match=r"digest in the manifest|bytes of block checksums"):
-        decoded(other)
+        decoded(other, checksums())
 
 
 def test_a_name_that_cannot_be_stored_is_refused() -> None:

@@ -16,22 +16,20 @@ import pytest
 
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
-from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP, _known
 from paddleformers_fc.formats.registry import format_of, open_checkpoint
-from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
+from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.pickles import PickledObject, encode_array_dict, encode_pickle, read_pickle
 from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, open_named
 from tests.cli.support import run
-from tests.formats.conversions import assert_equal_after_conversions
+from tests.formats.damage import Damage, assert_refused, edit_json, linked_outside, with_file, without
 from tests.formats.jobs import arrays
-from tests.formats.runs import edit_json
-from tests.harness.tiny import TP2, MatrixLayout
+from tests.formats.runs import Runs
 from tests.storage.support import RangeReader
 from verification.forkserver import ForkServer
 
@@ -114,33 +112,23 @@ def test_metadata_of_shards_of_one_hash_is_refused(tmp_path: Path) -> None:
 
 # ---- The Trainer's.
 
-THREE = {"max_steps": 3, "save_steps": 3}
 
-
-def trained(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, ours: bool) -> Path:
-    given = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": THREE, "ours": ours}
-    assert ranks.run("tests.corruption.jobs:train", layout.nproc, given).values[0]["step"] == 3
-    return output_dir / "checkpoint-3"
-
-
-@pytest.fixture(scope="module")
-def pair(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+@pytest.fixture
+def pair(runs: Runs) -> tuple[Path, Path]:
     """The same run, saved by the stock Trainer (two tensor-parallel ranks) and by ours."""
-    ours = trained(ranks, TP2, tmp_path_factory.mktemp("ours"), True)
-    theirs = trained(ranks, TP2, tmp_path_factory.mktemp("theirs"), False)
-    assert not (theirs / "config.json").exists()
-    shutil.copy(ours / "config.json", theirs)
-    return theirs, ours
+    return runs("tp2", {}), runs("tp2", None)
+
+
+@pytest.fixture
+def copy(pair: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A copy of the stock Trainer's."""
+    return shutil.copytree(pair[0], tmp_path / "checkpoint-2")
 
 
 def test_the_stock_trainers_checkpoint_is_read_verified_and_exported_like_ours(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    theirs, ours = pair
-    found = compare_checkpoints(open_checkpoint(theirs), open_checkpoint(ours))
-    assert found.equal, found
-    assert set(found.roles) == {"model_state", "optimizer_state"}
-    assert (found.a.kind, found.b.kind) == ("paddle", "flex_checkpoint")
+    theirs, _ = pair
     written = [run("export", source, tmp_path / source.parent.name, "--json") for source in pair]
     assert written[0].code == written[1].code == 0
     assert written[0].document["md5"] == written[1].document["md5"]
@@ -153,92 +141,52 @@ def test_the_stock_trainers_checkpoint_is_read_verified_and_exported_like_ours(
     assert outcome.passed, problem
 
 
-def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    assert_equal_after_conversions(pair[0], tmp_path)
-
-
 def test_the_newest_complete_checkpoint_of_the_stock_trainer_is_resumed(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(pair[0], out / "checkpoint-3")
+    old, new = (shutil.copytree(pair[0], tmp_path / f"out/checkpoint-{step}") for step in (2, 4))
+    (new / "saved_signal_1").unlink()
     warnings: list[str] = []
-    search = Search(out, LocalChannel(), warnings.append)
-    assert newest_or_begin(search) == Choice(out / "checkpoint-3")
-    (notice,) = warnings
-    assert "has no flex checkpoint" in notice
-    assert open_named(out / "checkpoint-3", "size", search).path == out / "checkpoint-3"
-    # A newer one that a rank has not finished is skipped.
-    shutil.copytree(pair[0], out / "checkpoint-5")
-    (out / "checkpoint-5/saved_signal_1").unlink()
-    assert newest_or_begin(search) == Choice(out / "checkpoint-3")
-    assert "checkpoint-5 cannot be resumed and is skipped" in warnings[-1]
-    (out / "checkpoint-3/model_state/1_0.distcp").unlink()
+    search = Search(tmp_path / "out", LocalChannel(), warnings.append)
+    assert newest_or_begin(search) == Choice(old)
+    assert any("checkpoint-4 cannot be resumed and is skipped" in line for line in warnings)
+    assert open_named(old, "size", search).path == old
+    (old / "model_state/1_0.distcp").unlink()
     with pytest.raises(NotACheckpoint, match="has checkpoints, and none can be resumed"):
         newest_or_begin(search)
     # A flex checkpoint takes precedence, whatever its step.
-    shutil.rmtree(out / "checkpoint-3")
-    shutil.copytree(pair[1], out / "checkpoint-3")
+    shutil.rmtree(old)
+    shutil.copytree(pair[1], old)
     found = newest_or_begin(search)
     assert found is not None
     assert found.opened is not None
-    assert found.path == out / "checkpoint-3"
-
-
-def _named_otherwise(copy: Path) -> Path:
-    return copy.rename(copy.with_name("checkpoint-4"))
-
-
-def _scheduler_of_step_5(copy: Path) -> None:
-    (copy / "scheduler.pdparams").write_bytes(pickle.dumps({"last_epoch": 5, "last_lr": 0.01}, 4))
+    assert found.path == old
 
 
 def _trainer_of_step_4(copy: Path) -> Path:
-    state = {"global_step": 4, "consumed_samples": 32}
     (copy / "trainer_state.bin").unlink()
-    (copy / "trainer_state.json").write_text(json.dumps(state))
-    (copy / "scheduler.pdparams").write_bytes(pickle.dumps({"last_epoch": 4, "last_lr": 0.01}, 4))
+    (copy / "trainer_state.json").write_text(json.dumps({"global_step": 4, "consumed_samples": 32}))
+    _scheduler_of_step(copy, 4)
     return copy.rename(copy.with_name("checkpoint-4"))
+
+
+def _scheduler_of_step(copy: Path, step: int) -> None:
+    (copy / "scheduler.pdparams").write_bytes(pickle.dumps({"last_epoch": step, "last_lr": 0.01}, 4))
 
 
 @pytest.mark.parametrize(
     ("change", "evidence"),
     [
-        (_named_otherwise, "name checkpoint-4: step 4"),
-        (_scheduler_of_step_5, "scheduler.pdparams: step 5"),
-        (_trainer_of_step_4, "optimizer states: step 3"),
+        (lambda copy: copy.rename(copy.with_name("checkpoint-4")), "name checkpoint-4: step 4"),
+        (lambda copy: _scheduler_of_step(copy, 5), "scheduler.pdparams: step 5"),
+        (_trainer_of_step_4, "optimizer states: step 2"),
     ],
+    ids=["name", "scheduler", "trainer"],
 )
-def test_files_of_different_steps_are_refused(
-    pair: tuple[Path, Path], tmp_path: Path, change: Callable[[Path], Path | None], evidence: str
-) -> None:
-    copy = tmp_path / "checkpoint-3"
-    shutil.copytree(pair[0], copy)
-    assert open_checkpoint(copy).manifest.step == 3
+def test_files_of_different_steps_are_refused(copy: Path, change: Callable[[Path], Path | None], evidence: str) -> None:
+    assert open_checkpoint(copy).manifest.step == 2
     place = change(copy) or copy
-    with pytest.raises(Corrupt, match="contains files of different steps") as caught:
-        _ = open_checkpoint(place).manifest
-    assert evidence in caught.value.evidence
-
-
-@pytest.mark.parametrize("file", ["optimizer_state/0_0.distcp", "optimizer_state/1_0.distcp"])
-def test_a_file_of_states_of_the_next_step_is_refused(pair: tuple[Path, Path], tmp_path: Path, file: str) -> None:
-    """The first file has powers of the second beta alone."""
-    copy = tmp_path / "checkpoint-3"
-    shutil.copytree(pair[0], copy)
-    betas = {".beta1_pow_acc_0": np.float32(0.9), ".beta2_pow_acc_0": np.float32(0.999)}
-    numbers = open_checkpoint(copy).catalog.roles[OPTIMIZER_STATE].items()
-    with (copy / file).open("r+b") as opened:
-        for name, (stored, begin) in ((name, one.offsets[0]) for name, one in numbers):
-            beta = next((one for ending, one in betas.items() if name.endswith(ending)), None)
-            if beta is not None and stored == file:
-                opened.seek(begin)
-                number = np.frombuffer(opened.read(4), np.float32)[0]
-                opened.seek(begin)
-                opened.write((number * beta).tobytes())
-    with pytest.raises(Corrupt, match="contains files of different steps") as caught:
-        open_checkpoint(copy)
-    assert any(f"{file}: beta2_pow_acc_0 is" in line for line in caught.value.evidence), caught.value.evidence
+    assert_refused(lambda: open_checkpoint(place).manifest, Corrupt, "contains files of different steps", evidence)
 
 
 def test_the_stock_trainers_files_are_the_documents_of_a_flex_checkpoint(pair: tuple[Path, Path]) -> None:
@@ -250,15 +198,11 @@ def test_the_stock_trainers_files_are_the_documents_of_a_flex_checkpoint(pair: t
     one, other = (json.loads(each.document("trainer/state.json")) for each in (theirs, ours))
     assert {**one, "log_history": []} == {**other, "log_history": []}
     record = theirs.manifest
-    assert (record.step, record.consumed_samples, record.world_size) == (3, 24, 2)
+    assert (record.step, record.consumed_samples, record.world_size) == (2, 16, 2)
     assert record.parallel == ours.manifest.parallel
 
 
-def test_without_a_known_configuration_it_is_inspected_and_not_exported(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    copy = tmp_path / "checkpoint-3"
-    shutil.copytree(pair[0], copy)
+def test_without_a_known_configuration_it_is_inspected_and_not_exported(copy: Path, tmp_path: Path) -> None:
     edit_json(copy / "config.json", model_type="unheard_of")
     with pytest.raises(FlexError, match="unheard_of"):
         export_checkpoint(copy, tmp_path / "out")
@@ -270,7 +214,6 @@ def test_without_a_known_configuration_it_is_inspected_and_not_exported(
 
 # ---- Damage.
 
-Damage = Callable[[Path], object]
 WEIGHTS = "model_state/1_0.distcp"
 METADATA = "model_state/0.metadata"
 
@@ -302,17 +245,19 @@ def _named_by_a_bomb(fields: dict[str, Any]) -> None:
     fields["storage_metadata"] = dict.fromkeys(fields["storage_metadata"], deep)
 
 
-def _linked(copy: Path) -> None:
-    elsewhere = copy.parent / "elsewhere.distcp"
-    (copy / WEIGHTS).rename(elsewhere)
-    (copy / WEIGHTS).symlink_to(elsewhere)
-
-
 def _swapped(copy: Path) -> None:
     one, other = copy / "model_state/0_0.distcp", copy / "optimizer_state/0_0.distcp"
     content = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(content)
+
+
+def _without_a_shard(fields: dict[str, Any]) -> None:
+    files = fields["storage_metadata"]
+    name = next(index.tensor_key for index in files if index.local_shape != ())
+    offset = next(index.global_offset for index in files if index.tensor_key == name)
+    for index in [one for one in files if (one.tensor_key, one.global_offset) == (name, offset)]:
+        del files[index]
 
 
 def _transposed(copy: Path) -> None:
@@ -343,25 +288,26 @@ def _of_another_type(copy: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
-    "no metadata": (lambda copy: (copy / METADATA).unlink(), Corrupt, "not a finished checkpoint"),
+    "no metadata": (without(METADATA), Corrupt, "not a finished checkpoint"),
     "empty metadata": (lambda copy: (copy / METADATA).write_bytes(b""), Corrupt, "0.metadata is empty"),
     "metadata twice": (
         lambda copy: shutil.copy(copy / METADATA, copy / "model_state/1.metadata"),
         FormatError,
         "a file of another save",
     ),
-    "a lock": (lambda copy: (copy / f"{METADATA}.lock").touch(), Corrupt, "a save was killed"),
+    "a lock": (with_file(f"{METADATA}.lock"), Corrupt, "a save was killed"),
     "a file cut off": (
         lambda copy: os.truncate(copy / WEIGHTS, (copy / WEIGHTS).stat().st_size - 40),
         FormatError,
         "truncated",
     ),
-    "a file that is missing": (lambda copy: (copy / WEIGHTS).unlink(), Corrupt, "1_0.distcp"),
+    "a file that is missing": (without(WEIGHTS), Corrupt, "1_0.distcp"),
     "files of two roles": (_swapped, Corrupt, "does not contain what the metadata lists"),
     "an array with its axes exchanged": (_transposed, Corrupt, "does not contain what the metadata lists"),
     "two shards in one array": (forged(_listed_twice), Corrupt, "it is missing or listed twice"),
     "numbers of another type": (_of_another_type, Corrupt, "does not contain what the metadata lists"),
-    "a link that leads out": (_linked, FormatError, "links that lead out of the checkpoint"),
+    "a shard that is missing": (forged(_without_a_shard), Corrupt, "is not stored"),
+    "a link that leads out": (linked_outside(WEIGHTS), FormatError, "links that lead out of the checkpoint"),
     "a file outside": (forged(lambda fields: _renamed(fields, "../../0_0.distcp")), FormatError, r"\.\./\.\./0_0"),
     "a file of no kind": (forged(lambda fields: _renamed(fields, "0_0.distcp\n")), FormatError, "lists a tensor in"),
     "a file whose name is a memo bomb": (forged(_named_by_a_bomb), FormatError, "counting shared parts each time"),
@@ -371,26 +317,9 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_stock_checkpoint_is_refused_and_the_fault_is_named(
-    pair: tuple[Path, Path], tmp_path: Path, name: str
-) -> None:
+def test_a_damaged_stock_checkpoint_is_refused_and_the_fault_is_named(copy: Path, name: str) -> None:
     damage, kind, message = DAMAGES[name]
-    copy = tmp_path / "checkpoint-3"
-    shutil.copytree(pair[0], copy)
     PADDLE_DISTCP.open(copy)
     damage(copy)
     with pytest.raises(kind, match=message):
-        PADDLE_DISTCP.open(copy)
-
-
-def test_a_tensor_that_is_not_whole_is_named(stock: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "stock"
-    shutil.copytree(stock, copy)
-    metadata = pickle.loads((copy / "0.metadata").read_bytes())
-    for index in [one for one in metadata.storage_metadata if one.tensor_key == "cut.float32"][:1]:
-        del metadata.storage_metadata[index]
-    for index in [one for one in metadata.storage_metadata if one.tensor_key == "cut.float32" and one.replica_id]:
-        del metadata.storage_metadata[index]
-    (copy / "0.metadata").write_bytes(pickle.dumps(metadata, 4))
-    with pytest.raises(Corrupt, match=r"cut\.float32: .* is not stored"):
         PADDLE_DISTCP.open(copy)

@@ -29,9 +29,9 @@ from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.storage.dtypes import ScaledFile
 from paddleformers_fc.storage.executor import ReadPool
-from paddleformers_fc.storage.identities import identities_of, stored_identities
 from paddleformers_fc.storage.safetensors import read_header
 from tests.families.spaces import BY_NAME, live_weights, model_of, settings, spaces
+from tests.mapping.numbers import moved
 
 BLOCK = (16, 8)
 FP8 = ml_dtypes.float8_e4m3fn
@@ -172,36 +172,17 @@ def load(directory: Path, dtype: str, family: str) -> dict[str, np.ndarray[Any, 
     return {key: one.local_tensor.astype("float32").numpy() for key, one in weights.items()}
 
 
-def write_both(directory: Path, published: str) -> tuple[Path, Path]:
-    """Write quantized weights and their products in float32."""
-    plain = write(directory / "quantized", published)
-    products = {name: one.astype(np.int64) if name.endswith("tid2eid") else one for name, one in plain.items()}
-    (directory / "plain").mkdir()
-    save_file(
-        {name: np.ascontiguousarray(one) for name, one in products.items()}, directory / "plain/model.safetensors"
-    )
-    return directory / "quantized", directory / "plain"
-
-
 @pytest.mark.parametrize("published", PUBLISHED)
-def test_a_load_equals_the_load_of_the_products_in_float32(tmp_path: Path, published: str) -> None:
-    family, directories = PUBLISHED[published].family, write_both(tmp_path, published)
+def test_a_load_fills_a_model_with_the_products_in_float32(tmp_path: Path, published: str) -> None:
+    weights, family = write(tmp_path, published), PUBLISHED[published].family
+    rules, _, _ = spaces(BY_NAME[family], settings(BY_NAME[family]))
+    products = {name: one.astype(np.float32) for name, one in moved(rules.mapping(), weights).items()}
     for dtype in ("float32", "bfloat16"):
-        found, wanted = (load(one, dtype, family=family) for one in directories)
-        assert found.keys() == wanted.keys()
-        assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
-
-
-@pytest.mark.parametrize("published", PUBLISHED)
-def test_the_catalog_has_products_in_the_declared_dtype_and_no_scales(tmp_path: Path, published: str) -> None:
-    wanted = write(tmp_path, published)
-    opened = open_huggingface(tmp_path)
-    tensors = opened.catalog.roles["model_state"]
-    assert {name: one.shape for name, one in tensors.items()} == {name: one.shape for name, one in wanted.items()}
-    assert {one.dtype for name, one in tensors.items() if not name.endswith("tid2eid")} == {"bfloat16"}
-    assert not {"quantization_config", "expert_dtype"} & opened.config.keys()
-    assert opened.files == {f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)}
-    assert identities_of(tmp_path / name for name in opened.files) == stored_identities(opened.catalog.identities)
+        found = load(tmp_path, dtype, family)
+        assert found.keys() == products.keys()
+        for name, one in products.items():
+            wanted = one if name.endswith("tid2eid") else one.astype(dtype).astype(np.float32)
+            assert found[name].tobytes() == wanted.tobytes(), name
 
 
 def test_scales_that_are_replaced_after_opening_are_refused(tmp_path: Path) -> None:
@@ -328,20 +309,25 @@ def test_other_declarations_and_scales_of_a_wrong_shape_are_refused_by_name(
     assert any(re.search(named, line) for line in refused.value.evidence), refused.value.evidence
 
 
+BLOCKS = np.zeros((2, 8, 6, 16), np.uint8)
+SCALES = BLOCKS[..., 0]
+
+
 @pytest.mark.parametrize(
-    ("stored", "fault"),
+    ("published", "stored", "fault"),
     [
-        ({"a_blocks": (2, 8, 3, 16)}, "a_blocks: a_scales is missing"),
-        ({"a_scales": (2, 8, 3)}, "a_scales: scales without uint8 weights"),
-        ({"a_blocks": (2, 8, 3, 16), "a_scales": (2, 8, 4)}, r"a_blocks: a_scales has shape \[2, 8, 4\]"),
-        ({"a_blocks": (2, 8, 6, 8), "a_scales": (2, 8, 6)}, r"a_blocks: shape \[2, 8, 6, 8\] is not"),
+        ("deepseek_v3", {"a.weight": np.ones((16, 8), FP8)}, "a.weight: a.weight_scale_inv is missing"),
+        ("gpt_oss", {"a_blocks": BLOCKS}, "a_blocks: a_scales is missing"),
+        ("gpt_oss", {"a_scales": SCALES}, "a_scales: scales without uint8 weights"),
+        ("gpt_oss", {"a_blocks": BLOCKS, "a_scales": SCALES[..., :4]}, r"a_blocks: a_scales has shape \[2, 8, 4\]"),
+        ("gpt_oss", {"a_blocks": BLOCKS[..., :8], "a_scales": SCALES}, r"a_blocks: shape \[2, 8, 6, 8\] is not"),
     ],
 )
 def test_blocks_that_do_not_fit_their_scales_are_refused(
-    tmp_path: Path, stored: dict[str, tuple[int, ...]], fault: str
+    tmp_path: Path, published: str, stored: dict[str, np.ndarray[Any, Any]], fault: str
 ) -> None:
-    save_file({name: np.zeros(shape, np.uint8) for name, shape in stored.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["gpt_oss"].config))
+    save_file({name: np.ascontiguousarray(one) for name, one in stored.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[published].config))
     with pytest.raises(FormatError) as refused:
         open_huggingface(tmp_path)
     (found,) = refused.value.evidence
@@ -391,15 +377,6 @@ def test_blocks_that_are_wider_than_their_matrix_take_the_memory_of_the_matrix(t
     finally:
         tracemalloc.stop()
     assert peak < 1 << 24
-
-
-def test_missing_scales_are_refused_by_name(tmp_path: Path) -> None:
-    numbers, _ = quantized(np.ones((16, 8), np.float32))
-    save_file({"model.a.weight": numbers}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": DECLARED}))
-    with pytest.raises(FormatError) as refused:
-        open_huggingface(tmp_path)
-    assert refused.value.evidence == ("model.a.weight: model.a.weight_scale_inv is missing",)
 
 
 def expanded(name: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ from paddleformers_fc.formats.registry import format_of, open_checkpoint
 from paddleformers_fc.formats.stock_run import ARGUMENTS, removes_masters
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage.pickles import PickledObject, encode_pickle
-from tests.formats.runs import Runs, edit_json
+from tests.formats.damage import Damage, assert_refused, edit_json, linked_outside, with_file, with_json, without
+from tests.formats.runs import Runs
 from tests.formats.test_rank_checkpoints import WAYS
-from verification.forkserver import ForkServer
-from verification.matrix.layouts import parse_layout
 from verification.matrix.tiny import keys
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -198,8 +196,7 @@ def test_states_in_ranges_of_elements_are_joined_in_the_order_of_the_files(tmp_p
     at = flat.size // 2 + 7
     ranges = {FIRST: flat[:at], SECOND: np.concatenate([flat[at:], np.zeros(5, np.float32)])}
     for file, part in ranges.items():
-        arrays = load_file(tmp_path / file) | {f"{name}/moment1_0": part}
-        save_file(arrays, tmp_path / file, {"format": "np"})
+        changed(tmp_path, file, lambda arrays, part=part: arrays.update({f"{name}/moment1_0": part}))
     assert np.array_equal(paddleformers_fc.open(tmp_path).read(f"{name}.moment1_0"), -tensors[name])
 
 
@@ -207,10 +204,9 @@ def test_states_in_ranges_of_elements_are_joined_in_the_order_of_the_files(tmp_p
 def test_a_number_that_is_no_power_of_a_beta_is_refused_by_name_with_the_states_and_not_with_the_weights(
     power: str, number: float, tmp_path: Path
 ) -> None:
-    source, sound = tmp_path / "source", tmp_path / "sound"
-    for directory in (source, sound):
-        directory.mkdir()
-        written(directory, keys("llama"), of_tensor_parallel_ranks)
+    source = tmp_path / "source"
+    source.mkdir()
+    written(source, keys("llama"), of_tensor_parallel_ranks)
     changed(source, FIRST, lambda arrays: arrays.update({f"lm_head.weight/{power}": np.array([number], np.float32)}))
     opened = paddleformers_fc.open(source)
     outcome, problem = verify_checkpoint(source, "size")
@@ -224,23 +220,6 @@ def test_a_number_that_is_no_power_of_a_beta_is_refused_by_name_with_the_states_
         assert list(refused.evidence) == [f"lm_head.weight.{power}: {number:g}"]
         assert refused.next_step
     opened.export(tmp_path / "hf")
-    assert paddleformers_fc.open(tmp_path / "hf").diff(paddleformers_fc.open(sound)).equal
-
-
-def test_verification_of_a_conversion_to_paddles_format_finds_such_a_number(tmp_path: Path) -> None:
-    source, target = tmp_path / "unified", tmp_path / "distcp"
-    source.mkdir()
-    written(source, keys("llama"), of_tensor_parallel_ranks)
-    paddleformers_fc.open(source).convert(target, format="distcp")
-    power = open_checkpoint(target).catalog.roles[OPTIMIZER_STATE]["lm_head.weight.beta1_pow_acc_0"]
-    (part,) = power.fragments
-    with (target / part.file).open("r+b") as file:
-        file.seek(part.begin)
-        file.write(np.float32(np.nan).tobytes())
-    outcome, problem = verify_checkpoint(target, "size")
-    assert [(one.name, one.passed) for one in outcome.checks] == [("tensors", False)]
-    assert isinstance(problem, Corrupt)
-    assert list(problem.evidence) == ["lm_head.weight.beta1_pow_acc_0: nan"]
 
 
 @pytest.mark.parametrize(
@@ -265,10 +244,8 @@ def test_a_square_layer_is_oriented_as_layers_of_its_name_or_refused(tmp_path: P
     written(tmp_path, config, of_tensor_parallel_ranks)
     for path in tmp_path.glob("master_weights*"):
         path.unlink()
-    with pytest.raises(FormatError, match="orientation of 4 weights") as caught:
-        open_checkpoint(tmp_path)
-    assert any("gate_up_fused_proj.weight: nothing shows the orientation" in line for line in caught.value.evidence)
-    assert "save_to_hf: false" in caught.value.next_step
+    unknown = "gate_up_fused_proj.weight: nothing shows the orientation"
+    assert_refused(lambda: open_checkpoint(tmp_path), FormatError, "orientation of 4 weights", unknown)
 
 
 @pytest.mark.parametrize(
@@ -317,9 +294,8 @@ def test_a_square_head_in_float32_has_the_orientation_of_its_embedding_or_is_ref
         found = paddleformers_fc.open(tmp_path)
         assert np.array_equal(found.read("model.embed_tokens.weight", role=MODEL_STATE), embedding)
         return
-    with pytest.raises(FormatError, match="orientation of 1 weight") as caught:
-        open_checkpoint(tmp_path)
-    assert caught.value.evidence == ("lm_head.weight: nothing shows the orientation of the square",)
+    unknown = "lm_head.weight: nothing shows the orientation of the square"
+    assert_refused(lambda: open_checkpoint(tmp_path), FormatError, "orientation of 1 weight", unknown)
 
 
 def test_copies_of_a_tied_embedding_that_differ_are_found_by_verification(tmp_path: Path) -> None:
@@ -356,68 +332,22 @@ def test_master_weights_that_are_not_stored_are_those_of_the_weights(runs: Runs)
         assert np.array_equal(master, weight.astype(np.float32))
 
 
-@pytest.mark.slow
-def test_a_run_without_master_weights_is_resumed_as_one_that_stores_them(
-    ranks: ForkServer, runs: Runs, tmp_path: Path
-) -> None:
-    """PaddleFormers 1.2.0 cannot resume such a checkpoint: its index states that there are master weights."""
-    given = {"layout": replace(parse_layout("tp2"), bf16=True).to_json(), "output_dir": str(tmp_path / "resumed")}
-    given |= {"arguments": {"max_steps": 3}, "ours": True}
-    losses = [
-        ranks.run("tests.formats.jobs:train", 2, {**given, "resume": str(runs("sd2v1", options, True))}).values[0]
-        for options in (REMOVED, None)
-    ]
-    assert losses[0]["losses"] == losses[1]["losses"] != []
-
-
 # ---- What is refused.
 
 
-def without_file(directory: Path) -> None:
-    (directory / SECOND).unlink()
+def rewritten(name: str, change: Callable[[Arrays], object]) -> Damage:
+    """Change the arrays of a file."""
+    return lambda directory: changed(directory, name, change)
 
 
-def without_index(directory: Path) -> None:
-    (directory / "optimizer.safetensors.index.json").unlink()
-
-
-def without_tensor(directory: Path) -> None:
-    changed(directory, FIRST, lambda arrays: arrays.pop("lm_head.weight/moment1_0"))
-
-
-def of_another_step(directory: Path) -> None:
-    def older(arrays: Arrays) -> None:
-        arrays.update({name: one / 0.9 for name, one in arrays.items() if name.endswith("pow_acc_0")})
-
-    changed(directory, SECOND, older)
+def older(arrays: Arrays) -> None:
+    arrays.update({name: one / 0.9 for name, one in arrays.items() if name.endswith("pow_acc_0")})
 
 
 def of_two_numberings(directory: Path) -> None:
     (directory / SECOND).rename(directory / "optimizer-00002-of-00003.safetensors")
     index = directory / "optimizer.safetensors.index.json"
     index.write_text(index.read_text().replace(SECOND, FIRST))
-
-
-def unmerged(directory: Path) -> None:
-    (directory / "optimizer.tp00_pp00.safetensors").touch()
-
-
-def with_pickles(directory: Path) -> None:
-    (directory / "optimizer.tp00.pdopt").touch()
-
-
-def without_layers(directory: Path) -> None:
-    edit_json(directory / "config.json", num_hidden_layers=6)
-
-
-def with_a_link_outside(directory: Path) -> None:
-    outside = directory.with_name(f"{directory.name}.outside")
-    (directory / SECOND).rename(outside)
-    (directory / SECOND).symlink_to(outside)
-
-
-def quantised(directory: Path) -> None:
-    changed(directory, FIRST, lambda arrays: arrays.update({"lm_head.weight/moment1_0": np.zeros((128, 64), np.int8)}))
 
 
 def with_masters_as_weights(directory: Path) -> None:
@@ -428,43 +358,48 @@ def with_masters_as_weights(directory: Path) -> None:
         changed(directory, name, lambda arrays: arrays.update({k: v.astype(np.float32) for k, v in arrays.items()}))
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "message", "evidence"),
-    [
-        (without_file, Corrupt, "1 file of the index cannot be found", SECOND),
-        (without_index, Corrupt, "has no optimizer.safetensors.index.json", FIRST),
-        (without_tensor, Corrupt, "Files lack 1 tensor of the index", "lm_head.weight/moment1_0"),
-        (of_another_step, Corrupt, "files of different steps", "beta1_pow_acc_0 is 0.81"),
-        (of_two_numberings, FormatError, "files of two checkpoints", "optimizer-00002-of-00003.safetensors"),
-        (unmerged, FormatError, "unmerged files", "optimizer.tp00_pp00.safetensors"),
-        (with_pickles, FormatError, "files of two checkpoints", "optimizer.tp00.pdopt"),
-        (without_layers, Corrupt, "lacks tensors of the model", "model.layers.{4...5}.input_layernorm.weight"),
-        (with_a_link_outside, FormatError, "links that lead out of the checkpoint", SECOND),
-        (quantised, Corrupt, "not contain all", "quantised states cannot be read"),
-        (with_masters_as_weights, FormatError, "contain master weights", "bfloat16"),
-    ],
-)
-def test_what_is_not_one_whole_checkpoint_is_refused_with_evidence_and_advice(
-    change: Callable[[Path], None], kind: type[FlexError], message: str, evidence: str, tmp_path: Path
-) -> None:
-    written(tmp_path, keys("llama"), of_tensor_parallel_ranks)
+def of_a_rank_without_experts(directory: Path) -> None:
+    for kind in ("model", "optimizer", "master_weights"):
+        (directory / f"{kind}-00002-of-00002.safetensors").unlink()
+        index = directory / f"{kind}.safetensors.index.json"
+        index.write_text(index.read_text().replace("00002-of", "00001-of"))
+
+
+MOMENT, QUANTIZED = "lm_head.weight/moment1_0", np.zeros((128, 64), np.int8)
+INDEX = "optimizer.safetensors.index.json"
+UNMERGED, PICKLE = "optimizer.tp00_pp00.safetensors", "optimizer.tp00.pdopt"
+LACKS = "lacks tensors of the model"
+DAMAGES: dict[str, tuple[Damage, type[FlexError], str, str]] = {
+    "without a file": (without(SECOND), Corrupt, "1 file of the index cannot be found", SECOND),
+    "without an index": (without(INDEX), Corrupt, f"has no {INDEX}", FIRST),
+    "without a tensor": (rewritten(FIRST, lambda one: one.pop(MOMENT)), Corrupt, "Files lack 1 tensor", MOMENT),
+    "of two steps": (rewritten(SECOND, older), Corrupt, "files of different steps", "beta1_pow_acc_0 is 0.81"),
+    "of two numberings": (of_two_numberings, FormatError, "files of two checkpoints", "optimizer-00002-of-00003"),
+    "unmerged": (with_file(UNMERGED), FormatError, "unmerged files", UNMERGED),
+    "with a pickle": (with_file(PICKLE), FormatError, "files of two checkpoints", PICKLE),
+    "without layers": (with_json("config.json", num_hidden_layers=6), Corrupt, LACKS, "model.layers.{4...5}.input_lay"),
+    "with a link outside": (linked_outside(SECOND), FormatError, "links that lead out of the checkpoint", SECOND),
+    "quantized": (
+        rewritten(FIRST, lambda one: one.update({MOMENT: QUANTIZED})),
+        Corrupt,
+        "not contain all",
+        "quantised states cannot be read",
+    ),
+    "with masters as weights": (with_masters_as_weights, FormatError, "contain master weights", "bfloat16"),
+    "without experts of a rank": (of_a_rank_without_experts, Corrupt, LACKS, "experts.{2...3}"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_not_one_whole_checkpoint_is_refused_with_evidence_and_advice(damage: str, tmp_path: Path) -> None:
+    change, kind, message, evidence = DAMAGES[damage]
+    if change is of_a_rank_without_experts:
+        written(tmp_path, keys(ERNIE), of_expert_parallel_ranks)
+    else:
+        written(tmp_path, keys("llama"), of_tensor_parallel_ranks)
     change(tmp_path)
     assert format_of(tmp_path) is UNIFIED
-    with pytest.raises(kind, match=message) as caught:
-        _ = open_checkpoint(tmp_path).rules
-    assert any(evidence in line for line in caught.value.evidence), caught.value.evidence
-    assert caught.value.next_step
-
-
-def test_experts_of_a_missing_rank_are_refused(tmp_path: Path) -> None:
-    written(tmp_path, keys(ERNIE), of_expert_parallel_ranks)
-    for kind in ("model", "optimizer", "master_weights"):
-        (tmp_path / f"{kind}-00002-of-00002.safetensors").unlink()
-        index = tmp_path / f"{kind}.safetensors.index.json"
-        index.write_text(index.read_text().replace("00002-of", "00001-of"))
-    with pytest.raises(Corrupt, match="lacks tensors of the model") as caught:
-        _ = open_checkpoint(tmp_path).rules
-    assert any("experts.{2...3}" in line for line in caught.value.evidence), caught.value.evidence
+    assert_refused(lambda: open_checkpoint(tmp_path).rules, kind, message, evidence)
 
 
 def test_a_prediction_block_of_which_one_ranks_part_remains_is_refused(tmp_path: Path) -> None:
@@ -480,12 +415,8 @@ def test_a_prediction_block_of_which_one_ranks_part_remains_is_refused(tmp_path:
     for kind in ("model", "optimizer", "master_weights"):
         for number in (1, 2):
             changed(tmp_path, f"{kind}-0000{number}-of-00002.safetensors", cut)
-    with pytest.raises(MappingError, match="cannot be mapped") as caught:
-        _ = open_checkpoint(tmp_path).rules
-    (line,) = caught.value.evidence
-    assert name in line
-    assert "ranks have shards that are not described as shards" in line
-    assert caught.value.next_step
+    evidence = name, "ranks have shards that are not described as shards"
+    assert_refused(lambda: open_checkpoint(tmp_path).rules, MappingError, "cannot be mapped", *evidence)
 
 
 @pytest.mark.parametrize(

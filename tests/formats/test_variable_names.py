@@ -47,19 +47,12 @@ def optimizer(variables: Mapping[str, tuple[int, ...]]) -> RankContent:
     return RankContent(arrays)
 
 
-def test_variables_follow_from_the_order_of_building_per_class() -> None:
-    assert assign_variables([optimizer(VARIABLES)], PARAMETERS) == dict(zip(PARAMETERS, VARIABLES, strict=True))
-
-
-def test_variables_of_a_sharding_group_are_those_of_all_its_files() -> None:
-    half = [{name: shape for name, shape in VARIABLES.items() if ("linear" in name) is part} for part in (True, False)]
+def test_variables_of_all_files_follow_from_the_order_of_building_per_class_flattened_or_not() -> None:
     expected = dict(zip(PARAMETERS, VARIABLES, strict=True))
-    assert assign_variables([optimizer(one) for one in half], PARAMETERS) == expected
-
-
-def test_flattened_states_fit_by_their_number_of_elements() -> None:
     flat = {name: (-(-math.prod(shape) // 64) * 64,) for name, shape in VARIABLES.items()}
-    assert assign_variables([optimizer(flat)], PARAMETERS) == dict(zip(PARAMETERS, VARIABLES, strict=True))
+    half = [{name: shape for name, shape in VARIABLES.items() if ("linear" in name) is part} for part in (True, False)]
+    for files in ([VARIABLES], half, [flat]):
+        assert assign_variables([optimizer(one) for one in files], PARAMETERS) == expected
 
 
 @pytest.mark.parametrize(

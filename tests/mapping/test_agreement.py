@@ -121,13 +121,6 @@ def test_a_wrong_head_count_is_refused_though_it_can_be_proved() -> None:
         require_agreement(fused(4), fused(2), "The mapping", "Read it elsewhere.")
 
 
-def test_a_square_matrix_that_is_not_transposed_is_refused() -> None:
-    specs = {"w": TensorSpec((4, 4), "float32")}
-    turned, straight = (RuleSet(specs, (Rule(("w",), ("w",), (4,), 1, axes),)).mapping() for axes in ((1, 0), (0, 1)))
-    prove(straight)
-    assert list(disagreements(straight, turned))
-
-
 def test_the_same_mapping_in_other_pieces_agrees() -> None:
     whole = RuleSet({"w": TensorSpec((4, 6), "float32")}, (Rule(("w",), ("w",), (6,), 1, (0, 1)),)).mapping()
     (item,) = whole.correspondences

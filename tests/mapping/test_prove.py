@@ -10,61 +10,36 @@ from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec, p
 from paddleformers_fc.mapping.boxes import Box
 from tests.mapping.strategies import with_items
 
-RULE = Rule(("a", "b"), ("c",), (2, 5), 0, (0, 1))
+MAPPING = RuleSet({"c": TensorSpec((7, 3), "float32")}, (Rule(("a", "b"), ("c",), (2, 5), 0, (0, 1)),)).mapping()
+FIRST, SECOND = MAPPING.correspondences
+UP = structs.replace(SECOND, target_box=Box((1, 0), (6, 3)))
+OUTSIDE = structs.replace(SECOND, source_box=Box((1, 0), (6, 3)))
+EXTRA = {**MAPPING.sources, "z": TensorSpec((1,), "float32")}
+OTHER_DTYPE = {**MAPPING.sources, "a": TensorSpec((2, 3), "bfloat16")}
 
 
-def proved(rule: Rule = RULE) -> TensorMapping:
-    mapping = RuleSet({"c": TensorSpec((7, 3), "float32")}, (rule,)).mapping()
-    prove(mapping)
-    return mapping
-
-
-def test_a_gap_is_named_with_its_box() -> None:
-    mapping = proved()
-    with pytest.raises(MappingError, match=r"c: \[2:7, 0:3\] is not written"):
-        prove(with_items(mapping, mapping.correspondences[0]))
-
-
-def test_two_writers_are_named() -> None:
-    mapping = proved()
-    first, second = mapping.correspondences
-    moved_up = structs.replace(second, target_box=Box((1, 0), (6, 3)))
-    with pytest.raises(MappingError, match=r"c: \[1:2, 0:3\] is written more than once"):
-        prove(with_items(mapping, first, moved_up))
-
-
-def test_a_source_that_nothing_reads_is_named() -> None:
-    mapping = proved()
-    extra = structs.replace(mapping, sources={**mapping.sources, "z": TensorSpec((1,), "float32")})
-    with pytest.raises(MappingError, match=r"z: \[0:1\] is not read"):
-        prove(extra)
+@pytest.mark.parametrize(
+    ("mapping", "fault"),
+    [
+        (with_items(MAPPING, FIRST), r"c: \[2:7, 0:3\] is not written"),
+        (with_items(MAPPING, FIRST, UP), r"c: \[1:2, 0:3\] is written more than once"),
+        (with_items(MAPPING, FIRST, OUTSIDE), "outside shape"),
+        (structs.replace(MAPPING, sources=EXTRA), r"z: \[0:1\] is not read"),
+        (structs.replace(MAPPING, sources=OTHER_DTYPE), "c: is float32, its source a is bfloat16, no cast is declared"),
+    ],
+    ids=["a gap", "two writers", "a box outside its tensor", "a source that nothing reads", "another dtype"],
+)
+def test_a_mapping_that_would_change_a_number_is_refused_and_its_fault_named(
+    mapping: TensorMapping, fault: str
+) -> None:
+    with pytest.raises(MappingError, match=fault):
+        prove(mapping)
 
 
 def test_a_dropped_source_and_a_fresh_target_are_declared() -> None:
-    mapping = proved()
-    prove(
-        structs.replace(
-            mapping,
-            sources={**mapping.sources, "z": TensorSpec((1,), "float32")},
-            targets={**mapping.targets, "y": TensorSpec((1,), "float32")},
-            dropped=frozenset({"z"}),
-            fresh=frozenset({"y"}),
-        )
-    )
-
-
-def test_a_dtype_that_changes_without_a_cast_is_refused() -> None:
-    mapping = proved()
-    sources = {**mapping.sources, "a": TensorSpec((2, 3), "bfloat16")}
-    with pytest.raises(MappingError, match="c: is float32, its source a is bfloat16, no cast is declared"):
-        prove(structs.replace(mapping, sources=sources))
-
-
-def test_a_box_outside_its_tensor_is_refused() -> None:
-    mapping = proved()
-    first, second = mapping.correspondences
-    with pytest.raises(MappingError, match="outside shape"):
-        prove(with_items(mapping, first, structs.replace(second, source_box=Box((1, 0), (6, 3)))))
+    targets = {**MAPPING.targets, "y": TensorSpec((1,), "float32")}
+    declared = {"dropped": frozenset({"z"}), "fresh": frozenset({"y"})}
+    prove(structs.replace(MAPPING, sources=EXTRA, targets=targets, **declared))
 
 
 def test_all_faults_come_in_one_report_with_indices_folded() -> None:

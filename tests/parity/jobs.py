@@ -84,6 +84,7 @@ def _compared(fixture: Fixture, args: Any, directory: Path) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
     changed = _changed(model, fixture, directory / "exported" / fixture.name)
     changed += [f"streamed {name}" for name in _streamed(model, fixture)]
+    changed += [f"declared {name}" for name in _misdeclared(model, max(1, args.tensor_model_parallel_size))]
     try:
         difference = np.abs(logits(model, fixture) - _expected(fixture, args)).max()
     except Exception as error:
@@ -179,6 +180,28 @@ def _streamed(model: Any, fixture: Fixture) -> list[str]:
     found = _digests({name: tensor.numpy() for name, tensor in paddleformers_fc.stream(model)})
     given = _digests(fixture.tensors)
     return sorted(name for name in found.keys() | given.keys() if found.get(name) != given.get(name))
+
+
+def _misdeclared(model: Any, tp: int) -> list[str]:
+    """The names of tensors that the family declares with another shape, dtype or cut than the model describes."""
+    from paddleformers_fc.families import enumerate_tensors, family_for
+    from paddleformers_fc.layout.live import describe_roles
+    from paddleformers_fc.trainer.description import describe_model
+
+    described = describe_model(model)
+    declared = {
+        one.name: (one.shape, one.dtype, one.under(tp).cuts)
+        for one in enumerate_tensors(family_for(described.config), described)
+    }
+    found = {}
+    for name, shard in describe_roles({"model_state": model.sharded_state_dict()})["model_state"].items():
+        cuts = tuple(whole // part for whole, part in zip(shard.global_shape, shard.box.shape, strict=True))
+        found[name] = (shard.global_shape, shard.dtype, cuts)
+    # Tensor-parallel ranks may have some of the experts.
+    names = found.keys() if tp > 1 else declared.keys() | found.keys()
+    if tp > 1 and described.config["model_type"] == "gemma3_text":
+        names -= {"lm_head.weight"}  # Its memory is that of the whole embedding, and it says that it is half of one.
+    return sorted(name for name in names if declared.get(name) != found.get(name))
 
 
 def _digests(tensors: Arrays) -> dict[str, str]:

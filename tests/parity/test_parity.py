@@ -15,7 +15,7 @@ from paddleformers_fc.families import own_families
 from tests.harness import tiny
 from tests.harness.tiny import MatrixLayout
 from tests.parity import fixtures
-from tests.parity.evidence import NOT_COMPARED
+from tests.parity.evidence import NOT_COMPARED, REFUSED, REFUSED_APART
 from verification.forkserver import ForkServer
 
 TOLERANCE = 2e-6
@@ -26,29 +26,6 @@ FIRST = [name for name in NAMES if "-" not in name]
 """The first fixture of every family."""
 QUICK = ["llama", "ernie4_5_moe", "gpt_oss", "qwen2_5_vl", "qwen3_next"]
 """Fixtures that ``make test`` compares under tensor parallelism."""
-
-# What PaddleFormers gets wrong, so that there are no logits to compare.
-EVERY_LAYER = "model.layers.0.mlp.gate.weight: shape [32, 4] is declared for `stepped("
-REFUSED = {
-    "qwen2_moe-every_second_layer": EVERY_LAYER,  # It builds experts in layers that have none.
-    "ernie4_5_moe_vl": "has no attribute 'AsyncLoad'",  # It copies the kinds of tokens from an accelerator.
-    "glm_ocr-tied": "lm_head.weight",  # Its head is a parameter of its own, which tied files lack.
-}
-REFUSED_APART = REFUSED | {
-    # Each rank describes its own sinks as those of all.
-    "gpt_oss": "self_attn.sinks: is described as unsharded with shape [2]",
-    "gpt_oss-no_biases": "self_attn.sinks: is described as unsharded with shape [2]",
-    "gpt_oss-tied": "self_attn.sinks: is described as unsharded with shape [2]",
-    # Its latent attention runs only with sequence parallelism, and that only with compressed queries.
-    "deepseek_v3-whole_queries": "'DeepseekV3Attention' object has no attribute 'q_a_proj'",
-    # Two layers of the projector are both cut by their outputs, which no rank gathers in between.
-    **dict.fromkeys(
-        ("paddleocr_vl", "paddleocr_vl-tied", "paddleocr_vl-biases"),
-        "But receiving the [1]dimension of Input(X) is [64], and the [0] dimension of Input(Y) is [128]",
-    ),
-    # The resampler fuses a bias into a product, which Paddle has on GPUs alone.
-    **dict.fromkeys([name for name in NAMES if name.startswith("ernie4_5_moe_vl")], "fuse_matmul_bias=True"),
-}
 
 
 def compared(ranks: ForkServer, names: list[str], layout: MatrixLayout, directory: Path) -> dict[str, dict[str, Any]]:
