@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paddleformers_fc.distributed.channel import Channel
-from paddleformers_fc.storage.commit import leftovers
-from paddleformers_fc.storage.paths import ASIDE, UNFINISHED, hidden_name
+from paddleformers_fc.storage.commit import hidden_name, leftovers
+from paddleformers_fc.storage.paths import ASIDE, UNFINISHED
 from tests.crash.groups import DONE, Group, KillAt
 from tests.crash.killing import Kill, every_kill, prepared, run_alone, run_killed
 from tests.crash.worlds import (

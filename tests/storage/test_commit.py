@@ -20,6 +20,7 @@ from paddleformers_fc.storage.commit import (
     LockState,
     commit,
     commit_export,
+    hidden_name,
     leftovers,
     locked,
     recover,
@@ -36,7 +37,7 @@ from paddleformers_fc.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from paddleformers_fc.storage.paths import ASIDE, LOCK_NAME, REMOVED, UNFINISHED, hidden_name, parse_hidden
+from paddleformers_fc.storage.paths import ASIDE, LOCK_NAME, REMOVED, UNFINISHED, parse_hidden
 from tests.crash.refusals import with_own_mounts
 from tests.storage.support import (
     STATE,
