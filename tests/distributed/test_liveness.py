@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.distributed.liveness import KEY_PREFIX, MAX_FINAL_WAIT_SECONDS, Liveness
+from paddleformers_fc.distributed.communicator import KEY_PREFIX, MAX_FINAL_WAIT_SECONDS, Liveness
 from paddleformers_fc.errors import FlexError, PeerError
 from tests.execute.simulated import ThreadChannel, job
 from tests.harness.clocks import ThreadClock
