@@ -103,16 +103,3 @@ def rows_around(shape: Shape, box: Box) -> tuple[int, int]:
     axis = row_axis(shape)
     row = math.prod(shape[axis + 1 :])
     return box.lo[axis] * row, box.hi[axis] * row
-
-
-def flat_start(shape: Shape, part: Box) -> int | None:
-    """Return the index of a box's first element in a row-major tensor; None if the box is not contiguous."""
-    if part.hi == shape and not any(part.lo):
-        return 0
-    start, inside = 0, False
-    for length, low, high in zip(shape, part.lo, part.hi, strict=True):
-        if inside and high - low != length:
-            return None
-        inside = inside or high - low > 1
-        start = start * length + low
-    return start

@@ -26,11 +26,10 @@ from msgspec import structs
 
 from paddleformers_fc.distributed.channel import Channel, Part, Parts, exchange_part, run_on_all
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, snapshot_bytes
+from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, ranges_of, snapshot_bytes
 from paddleformers_fc.execute.memory import HostPieces
 from paddleformers_fc.execute.replicas import ElementRanges
 from paddleformers_fc.execute.save import LivePart, PlannedSave, SaveReport, begin_save, save_parts
-from paddleformers_fc.execute.save_plan import ranges_of
 from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
 from paddleformers_fc.text import size_text
 from paddleformers_fc.trainer.documents import copied_state

@@ -23,7 +23,7 @@ import numpy as np
 from paddleformers_fc.distributed.channel import ALONE, Channel
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import FlexError
-from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
+from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, ranges_of
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import (
@@ -35,7 +35,6 @@ from paddleformers_fc.execute.save import (
     save_checkpoint,
     write_and_commit,
 )
-from paddleformers_fc.execute.save_plan import ranges_of
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard

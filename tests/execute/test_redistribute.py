@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddleformers_fc.errors import Corrupt, FlexError, OptionError
+from paddleformers_fc.errors import Corrupt, FlexError, PeerError
 from paddleformers_fc.execute.exchange import ReadContext, Replicas, read_redistributed
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint, prepare_weights
@@ -233,6 +233,6 @@ def test_ranks_that_do_not_read_in_the_same_way_are_refused_on_every_rank(tmp_pa
         return roles
 
     first, second = job(2, work)
-    assert isinstance(first, OptionError)
+    assert isinstance(first, PeerError)
     assert str(first) == str(second)
     assert "flex_read: each on rank 0; once on rank 1" in str(first)

@@ -17,10 +17,10 @@ from paddleformers_fc.layout.roles import (
     StateShape,
     split_state_name,
 )
-from paddleformers_fc.plan.build import ReadSource, plan_reads, regrouped
+from paddleformers_fc.plan.build import ReadSource, plan_reads
 from paddleformers_fc.plan.forecast import PlannedLoad, plan_load
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
-from paddleformers_fc.plan.sources import resume_source
+from paddleformers_fc.plan.sources import regrouped, resume_source
 from tests.plan.stored import checkpoint_of
 
 CONFIG = {**family_for({"model_type": "llama"}).tiny, "model_type": "llama"}

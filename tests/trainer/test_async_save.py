@@ -232,7 +232,7 @@ def note_preparations(layout: MatrixLayout, output_dir: Path, resume: Path | Non
     from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
     from paddleformers_fc.trainer.async_save import AsyncSaves
 
-    plan, reserve, begin = save._new_plan, SnapshotBuffer.reserve, AsyncSaves.save
+    plan, reserve, begin = save.new_plan, SnapshotBuffer.reserve, AsyncSaves.save
     noted, where = [], ["before training"]
 
     def plan_and_note(*args: Any) -> Any:
@@ -248,7 +248,7 @@ def note_preparations(layout: MatrixLayout, output_dir: Path, resume: Path | Non
         where[0] = "in a save"
         begin(self, *args)
 
-    save._new_plan, SnapshotBuffer.reserve, AsyncSaves.save = plan_and_note, reserve_and_note, save_and_note
+    save.new_plan, SnapshotBuffer.reserve, AsyncSaves.save = plan_and_note, reserve_and_note, save_and_note
     model = {"model_type": "ernie4_5_moe"} if layout.ep > 1 else {}
     trainer = flex_trainer(layout.to_json(), str(output_dir), {**EVERY_STEP, **ASYNC, **AVERAGED}, **model)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
