@@ -27,7 +27,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping.boxes import shifted
 from paddleformers_fc.output import facts_table, table_of
 from paddleformers_fc.text import count_text, fold, size_text
-from paddleformers_fc.trainer.lineage import degrees_text
+from paddleformers_fc.trainer.resume import degrees_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -350,7 +350,7 @@ def _trainer(directory: Path) -> Target:
     from paddleformers.trainer import TrainerState
 
     from paddleformers_fc.storage import state_json
-    from paddleformers_fc.trainer import documents, rng
+    from paddleformers_fc.trainer import documents
 
     paddle.set_device("cpu")
     scheduler = paddle.optimizer.lr.LambdaDecay(0.1, lambda step: 0.5**step)
@@ -358,10 +358,10 @@ def _trainer(directory: Path) -> Target:
     values: list[Any] = [dataclasses.asdict(TrainerState(global_step=3, epoch=0.5, log_history=history))]
     values += [scheduler.state_dict()]
     states = tuple(json.loads(state_json.encode(value, "state")) for value in values)
-    generators = json.loads(rng.capture(1, True)())
+    generators = json.loads(documents.capture_generators(1, True)())
 
     def use(raw: bytes) -> None:
-        rng.restore(raw, "trainer/rng-00000.json", 1, True, True)
+        documents.restore_generators(raw, "trainer/rng-00000.json", 1, True, True)
 
     def use_states(raw: bytes) -> None:
         value = state_json.decode_object(raw, "trainer/state.json")

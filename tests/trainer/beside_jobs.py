@@ -24,12 +24,12 @@ def with_late_copies(job: str, **settings: Any) -> Any:
         settings: its arguments.
     """
     from paddleformers_fc.execute.async_snapshot import SnapshotCopy
-    from paddleformers_fc.trainer import async_save
+    from paddleformers_fc.trainer import save
     from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
-    from paddleformers_fc.trainer.events import LoopEvents
+    from paddleformers_fc.trainer.session import LoopEvents
 
     wanted, average_wanted, updated = threading.Event(), threading.Event(), threading.Event()
-    prepare, finish, copy = async_save.prepare, UpdateBarrier.finish, SnapshotCopy.finish
+    prepare, finish, copy = save.prepare, UpdateBarrier.finish, SnapshotCopy.finish
     settled, call = MovingAverage.wait_for_update, LoopEvents.call_event
 
     def prepare_again(*args: Any) -> Any:
@@ -57,7 +57,7 @@ def with_late_copies(job: str, **settings: Any) -> Any:
             updated.set()
         return call(self, event, *args, **kwargs)
 
-    async_save.prepare = prepare_again
+    save.prepare = prepare_again
     UpdateBarrier.finish = finish_wanted
     LoopEvents.call_event = called
     SnapshotCopy.finish = copy_late

@@ -159,7 +159,7 @@ def change_meanwhile(output_dir: Path, options: dict[str, Any]) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from paddleformers_fc import FlexTrainer
-    from paddleformers_fc.trainer import async_save
+    from paddleformers_fc.trainer import save as async_save
 
     changed, capture = threading.Event(), async_save.capture_files
 
@@ -230,7 +230,7 @@ def note_preparations(layout: MatrixLayout, output_dir: Path, resume: Path | Non
     """Train; where saves were planned and memory for snapshots was allocated."""
     from paddleformers_fc.execute import save
     from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
-    from paddleformers_fc.trainer.async_save import AsyncSaves
+    from paddleformers_fc.trainer.save import AsyncSaves
 
     plan, reserve, begin = save.new_plan, SnapshotBuffer.reserve, AsyncSaves.save
     noted, where = [], ["before training"]
@@ -443,7 +443,7 @@ def test_saves_open_no_group_and_no_connection_and_their_threads_never_communica
     from paddleformers_fc.distributed.channel import PaddleChannel
     from paddleformers_fc.distributed.communicator import Communicator
     from paddleformers_fc.distributed.store_client import StoreClient
-    from paddleformers_fc.trainer.async_save import AsyncSaves
+    from paddleformers_fc.trainer.save import AsyncSaves
 
     exchanges: list[int] = []
     threads: set[str] = set()
@@ -489,8 +489,8 @@ def test_saves_open_no_group_and_no_connection_and_their_threads_never_communica
 def test_saves_are_committed_in_their_order_and_a_further_one_waits(layout: MatrixLayout, tmp_path: Path) -> None:
     """The first save is not written before the second one waits for it."""
     from paddleformers_fc.execute import save
-    from paddleformers_fc.trainer import async_save
-    from paddleformers_fc.trainer.async_save import AsyncSaves
+    from paddleformers_fc.trainer import save as async_save
+    from paddleformers_fc.trainer.save import AsyncSaves
 
     waits, committed, captured = threading.Event(), [], []
     write, wait, report = save._write_files, AsyncSaves._wait, async_save.report_save

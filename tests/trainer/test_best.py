@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.trainer.callback import locate_best
+from paddleformers_fc.trainer.resume import locate_best
 from tests.execute.simulated import succeed
 from tests.trainer.test_rotation import make_checkpoint
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.execute.phases import Phases, Slowest
-from paddleformers_fc.trainer import callback
-from paddleformers_fc.trainer.callback import CheckpointReport, FlexCheckpointCallback, ReportFigures
+from paddleformers_fc.trainer import session
+from paddleformers_fc.trainer.session import CheckpointReport, FlexCheckpointCallback, ReportFigures
 from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import DP2
 from tests.trainer.jobs import train_and_resume
@@ -94,10 +94,10 @@ def test_the_line_of_a_load_has_the_layouts_that_are_recorded(
     monkeypatch: pytest.MonkeyPatch, saved: str | None, text: str
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(callback, "logger", SimpleNamespace(info=lines.append))
+    monkeypatch.setattr(session, "logger", SimpleNamespace(info=lines.append))
     layouts = None if saved is None else (saved, "tp=2")
     report = replace(REPORT, layouts=layouts)
-    callback.FlexCheckpointCallback().on_checkpoint_loaded(SimpleNamespace(should_log=True), report)
+    session.FlexCheckpointCallback().on_checkpoint_loaded(SimpleNamespace(should_log=True), report)
     (line,) = lines
     assert text in line
 
@@ -166,7 +166,7 @@ def test_saves_and_loads_show_their_bytes_on_a_terminal(ranks: ForkServer, tmp_p
 def test_a_save_beside_training_says_for_how_long_it_blocked() -> None:
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(callback.logger, "info", lines.append)
+        patch.setattr(session.logger, "info", lines.append)
         for report in (REPORT, replace(REPORT, blocked=REPORT.seconds)):
             FlexCheckpointCallback().on_checkpoint_saved(SimpleNamespace(should_log=True), report)
     beside, waited = lines

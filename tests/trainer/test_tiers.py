@@ -15,7 +15,7 @@ from paddleformers_fc.errors import FlexError, NotACheckpoint, OptionError
 from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from paddleformers_fc.trainer import tiers
 from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, require_newest
-from paddleformers_fc.trainer.rotation import LOCAL_RETENTION, delete_over_limit
+from paddleformers_fc.trainer.tiers import LOCAL_RETENTION, delete_over_limit
 from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import DP2, SD2V2, SINGLE, MatrixLayout
