@@ -132,12 +132,12 @@ def agreeing(output_dir: str, rounds: int) -> Figures:
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
     from paddleformers_fc.distributed import step_agreement
     from paddleformers_fc.distributed.store_client import StoreClient, job_store_address
-    from paddleformers_fc.trainer import events
+    from paddleformers_fc.trainer import session as sessions
     from verification.matrix import tiny
     from verification.matrix.layouts import MatrixLayout
 
     step_agreement.IDLE_SECONDS = 1e-6  # Signals are the subject of an agreement at every step end.
-    end, found = events.agree, Figures({"step end": [], "requests": []})
+    end, found = sessions.agree, Figures({"step end": [], "requests": []})
     clients: list[StoreClient] = []
 
     def timed(session: Any, kind: str) -> None:
@@ -153,7 +153,7 @@ def agreeing(output_dir: str, rounds: int) -> Figures:
         if step > 80:
             found["requests" if step % 2 == 0 else "step end"].append(time.perf_counter() - started)
 
-    events.agree = timed
+    sessions.agree = timed
     layout = MatrixLayout("dp2", nproc=2)
     given = {"flex_checkpoint": True, "flex_async_save": True, "max_steps": 80 * (rounds + 1), "save_steps": 10**6}
     args = tiny.training_arguments(layout, output_dir, cls=FlexTrainingArguments, **given)

@@ -82,7 +82,7 @@ def slowdown(rounds: int) -> tuple[float, float]:
     import paddle
     from paddle.distributed import ShardedWeight
 
-    from paddleformers_fc.trainer.ema import EmaSettings, MovingAverage, TrainedPart, UpdateBarrier
+    from paddleformers_fc.trainer.ema import MovingAverage, TrainedPart, UpdateBarrier
 
     shape = (ELEMENTS // TENSORS,)
     parts = {}
@@ -91,7 +91,7 @@ def slowdown(rounds: int) -> tuple[float, float]:
         weight = ShardedWeight(f"weight.{number}", tensor, shape, shape, (0,))
         parts[f"weight.{number}"] = TrainedPart(weight, tensor)
     update_barrier = UpdateBarrier(lambda: False)
-    average = MovingAverage(EmaSettings(DECAY, INTERVAL), lambda: parts, update_barrier)
+    average = MovingAverage(DECAY, INTERVAL, lambda: parts, update_barrier)
     one, other = paddle.randn([1024, 1024]), paddle.randn([1024, 1024])
     once = statistics.median(timed(lambda: paddle.matmul(one, other)) for _ in range(20))
     products = max(1, round(STEP_SECONDS / once))

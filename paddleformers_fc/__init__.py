@@ -18,7 +18,7 @@ _HOME = {
     "load": _LOOP,
     "open": "paddleformers_fc.api",
     "save": _LOOP,
-    "FlexCheckpointCallback": "paddleformers_fc.trainer.callback",
+    "FlexCheckpointCallback": "paddleformers_fc.trainer.session",
     "FlexTrainer": "paddleformers_fc.trainer.entry",
     "FlexTrainerMixin": "paddleformers_fc.trainer.entry",
     "FlexTrainingArguments": "paddleformers_fc.trainer.entry",
@@ -26,7 +26,7 @@ _HOME = {
     "load_open_weights": "paddleformers_fc.trainer.pretrained",
     "register_optimizer": "paddleformers_fc.layout.roles",
     "save_ema": "paddleformers_fc.trainer.ema_weights",
-    "stream": "paddleformers_fc.trainer.streaming",
+    "stream": _LOOP,
 }
 
 _PACKAGES = ("cpu_runtime", "trainer")

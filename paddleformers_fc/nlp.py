@@ -14,7 +14,7 @@ from paddleformers_fc.errors import EnvironmentMismatch
 from paddleformers_fc.upstream.hooks import PADDLEFORMERS, PADDLENLP, TRAINERS
 
 _HOME = {
-    "FlexCheckpointCallback": "paddleformers_fc.trainer.callback",
+    "FlexCheckpointCallback": "paddleformers_fc.trainer.session",
     "FlexTrainer": "paddleformers_fc.trainer.entry",
     "FlexTrainerMixin": "paddleformers_fc.trainer.entry",
     "FlexTrainingArguments": "paddleformers_fc.trainer.nlp_arguments",

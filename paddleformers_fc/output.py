@@ -21,8 +21,8 @@ import msgspec
 from paddleformers_fc.errors import FlexError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.console import Console as Console
+    from rich.table import Table as Table
 
 _UNWRAPPED = 1000
 
@@ -89,6 +89,13 @@ def console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else _UNWRAPPED
     return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
+
+
+def print_styled(console: Console, *parts: str | tuple[str, str]) -> None:
+    """Print a line of several parts: texts, or texts with styles."""
+    from rich.text import Text
+
+    console.print(Text.assemble(*parts))
 
 
 def warn_unverified(source: object, level: str) -> None:

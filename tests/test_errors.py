@@ -99,7 +99,6 @@ INTERNAL = {
     "execute/save.py": 1,
     "execute/save_plan.py": 1,
     "formats/index.py": 1,
-    "storage/checksum.py": 1,
     "storage/files.py": 6,
     "storage/manifest.py": 2,
     "storage/paths.py": 1,

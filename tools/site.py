@@ -33,7 +33,7 @@ WRITTEN: dict[str, tuple[str, Callable[[], str]]] = {
     "reference/commands.md": ("paddleformers_fc/cli/main.py", reference.commands),
     "reference/api.md": ("paddleformers_fc/api.py", reference.api),
     "reference/errors.md": ("paddleformers_fc/errors.py", reference.errors),
-    "reference/json.md": ("paddleformers_fc/cli/documents.py", json_page.page),
+    "reference/json.md": ("tools/json_page.py", json_page.page),
 }
 """Pages from the code: the source to which a link in the repository leads, and what writes the page."""
 PAGES = MOVED | {source: page for page, (source, _) in WRITTEN.items()}

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from paddleformers_fc import output
 from paddleformers_fc.execute.diff_checkpoints import Difference, Different
 from paddleformers_fc.formats.registry import FORMATS
-from paddleformers_fc.output import table_of
 from paddleformers_fc.plan.report import states_joined
 from paddleformers_fc.text import count_text, fold
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 _MOST_FIGURES = 10
 """Maximum number of tensors that are printed with figures."""
@@ -21,13 +16,11 @@ _MANY_ULP = 1 << 12
 """More than a few operations can round."""
 
 
-def show(found: Difference, console: Console) -> None:
+def show(found: Difference, console: output.Console) -> None:
     """Print a table of counts, then every difference with folded indices."""
-    from rich.text import Text
-
     titles = {one.name: one.title for one in FORMATS}
-    console.print(Text.assemble(("A ", "bold"), f"{found.a.path} ({titles[found.a.kind]})"))
-    console.print(Text.assemble(("B ", "bold"), f"{found.b.path} ({titles[found.b.kind]})"))
+    output.print_styled(console, ("A ", "bold"), f"{found.a.path} ({titles[found.a.kind]})")
+    output.print_styled(console, ("B ", "bold"), f"{found.b.path} ({titles[found.b.kind]})")
     console.print(_counts(found))
     for role, one in found.roles.items():
         _show_lines(console, f"{role}: different", len(one.different), _reasons(one.different))
@@ -36,17 +29,16 @@ def show(found: Difference, console: Console) -> None:
     _show_largest(found, console)
     families = (found.a.model_type, found.b.model_type)
     if not found.equal and all(families) and families[0] != families[1]:
-        console.print(Text(f"A is a model of family {families[0]}, B of {families[1]}."))
+        console.print(f"A is a model of family {families[0]}, B of {families[1]}.")
     if found.not_compared:
-        console.print(
-            Text(f"Not compared, because the format of one side cannot contain it: {', '.join(found.not_compared)}.")
-        )
+        left = ", ".join(found.not_compared)
+        console.print(f"Not compared, because the format of one side cannot contain it: {left}.")
     equal = sum(one.equal for one in found.roles.values())
     if found.equal:
-        verdict, summary = Text("equal", "bold green"), f"{count_text(equal, 'tensor')} bitwise equal"
+        verdict, summary = ("equal", "bold green"), f"{count_text(equal, 'tensor')} bitwise equal"
     else:
-        verdict, summary = Text("not equal", "bold red"), _unequal_text(found, equal)
-    console.print(Text.assemble(verdict, f": {summary}, {found.seconds:.2f} s"))
+        verdict, summary = ("not equal", "bold red"), _unequal_text(found, equal)
+    output.print_styled(console, verdict, f": {summary}, {found.seconds:.2f} s")
 
 
 def _unequal_text(found: Difference, equal: int) -> str:
@@ -59,25 +51,23 @@ def _unequal_text(found: Difference, equal: int) -> str:
     return f"{different:,} different{only}, of {count_text(total, 'tensor')}"
 
 
-def _show_largest(found: Difference, console: Console) -> None:
+def _show_largest(found: Difference, console: output.Console) -> None:
     """Print the figures of the tensors with the largest differences, over all roles."""
-    from rich.text import Text
-
     rows = [(role, one, one.deviation) for role, roles in found.roles.items() for one in roles.different]
     measured = [(role, one, figures) for role, one, figures in rows if figures is not None]
     measured.sort(key=lambda row: math.inf if row[2].absolute is None else row[2].absolute, reverse=True)
     if not measured:
         return
     first = f"largest differences ({min(_MOST_FIGURES, len(measured))} of {len(measured)})"
-    table = table_of(first, ("absolute", "ULP", "elements", "first at"))
+    table = output.table_of(first, ("absolute", "ULP", "elements", "first at"))
     for role, one, figures in measured[:_MOST_FIGURES]:
         absolute = "not finite" if figures.absolute is None else f"{figures.absolute:.3g}"
         ulp = "" if figures.ulp is None else f"{figures.ulp:,}"
         elements = f"{figures.elements:,} of {math.prod(one.a.shape):,}"
-        table.add_row(Text(f"{role} {one.name}"), absolute, ulp, elements, str(list(figures.first)))
+        table.add_row(f"{role} {one.name}", absolute, ulp, elements, str(list(figures.first)))
     console.print(table)
     if any((figures.ulp or 0) > _MANY_ULP for _, _, figures in measured[:_MOST_FIGURES]):
-        console.print(Text("Near zero numbers are dense: a small absolute difference there is a large one in ULPs."))
+        console.print("Near zero numbers are dense: a small absolute difference there is a large one in ULPs.")
 
 
 def _reasons(different: list[Different]) -> list[str]:
@@ -88,18 +78,16 @@ def _reasons(different: list[Different]) -> list[str]:
     return [f"{name}: {reason}" for reason, found in names.items() for name in states_joined(found)]
 
 
-def _counts(found: Difference) -> Table:
-    table = table_of("role", ("equal", "different", "only in A", "only in B"))
+def _counts(found: Difference) -> output.Table:
+    table = output.table_of("role", ("equal", "different", "only in A", "only in B"))
     for role, one in found.roles.items():
         counts = (one.equal, len(one.different), len(one.only_in_a), len(one.only_in_b))
         table.add_row(role, *(f"{count:,}" for count in counts), style=None if one.same else "red")
     return table
 
 
-def _show_lines(console: Console, heading: str, count: int, lines: list[str]) -> None:
-    from rich.text import Text
-
+def _show_lines(console: output.Console, heading: str, count: int, lines: list[str]) -> None:
     if lines:
-        console.print(Text(f"{heading} ({count})", "bold red"))
+        console.print(f"{heading} ({count})", style="bold red")
         for line in fold(lines):
-            console.print(Text(f"  {line}"))
+            console.print(f"  {line}")

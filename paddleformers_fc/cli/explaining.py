@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from paddleformers_fc import output
 from paddleformers_fc.families.registry import family_classes, own_families
 from paddleformers_fc.formats.aoa_statements import StatementList, sizes_text
 from paddleformers_fc.mapping import Rule
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.plan.explain import CANONICAL, BoxSource, ExplainedTensor, Explanation
 
-if TYPE_CHECKING:
-    from rich.console import Console
 
-
-def show(found: Explanation, console: Console) -> None:
+def show(found: Explanation, console: output.Console) -> None:
     """Print every tensor with this name, its boxes and its rules."""
-    from rich.text import Text
-
-    console.print(Text(f"{found.name} in {found.path}", "bold"))
+    console.print(f"{found.name} in {found.path}", style="bold")
     for tensor in found.tensors:
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
-        console.print(Text.assemble((f"{tensor.role}, {tensor.side}  ", "bold cyan"), f"{tensor.dtype} {shape}"))
+        output.print_styled(console, (f"{tensor.role}, {tensor.side}  ", "bold cyan"), f"{tensor.dtype} {shape}")
         verb = "is read from" if tensor.side == CANONICAL else "is read by"
-        console.print(Text(f"  {verb}"))
+        console.print(f"  {verb}")
         for box in tensor.boxes:
-            console.print(Text(f"    {_box_text(box, tensor)}"), soft_wrap=True)
+            console.print(f"    {_box_text(box, tensor)}", soft_wrap=True)
         for rule in tensor.rules:
-            console.print(Text(f"  rule  {_rule_text(rule)}"), soft_wrap=True)
+            console.print(f"  rule  {_rule_text(rule)}", soft_wrap=True)
         if tensor.tied:
-            console.print(Text(f"  tied with {', '.join(tensor.tied)}: copies must be equal"), soft_wrap=True)
+            console.print(f"  tied with {', '.join(tensor.tied)}: copies must be equal", soft_wrap=True)
 
 
 def _box_text(box: BoxSource, tensor: ExplainedTensor) -> str:
@@ -89,7 +84,7 @@ def family_table() -> FamilyTable:
     return FamilyTable([FamilyFacts(one.name, family_classes(one)) for one in own_families()])
 
 
-def show_families(found: FamilyTable, console: Console) -> None:
+def show_families(found: FamilyTable, console: output.Console) -> None:
     """Print a row per family."""
     from rich import box
     from rich.table import Table
@@ -100,11 +95,9 @@ def show_families(found: FamilyTable, console: Console) -> None:
     console.print(table)
 
 
-def show_statements(found: StatementList, console: Console) -> None:
+def show_statements(found: StatementList, console: output.Console) -> None:
     """Print the statements, one per line."""
-    from rich.text import Text
-
     if found.toy_sizes is not None:
         sys.stderr.write(f"Statements for a toy model: {sizes_text(found.toy_sizes)}\n")
     for statement in found.aoa_statements:
-        console.print(Text(statement), soft_wrap=True)
+        console.print(statement, soft_wrap=True)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 import paddleformers_fc
+from paddleformers_fc import output
 from paddleformers_fc.execute.digest import weights_md5
 from paddleformers_fc.formats.registry import FORMATS, conversion_target
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text, size_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 
 class ExportedFile(msgspec.Struct, frozen=True):
@@ -89,18 +86,16 @@ def _level(verify: str) -> str:
     return "size" if verify == "full" else verify
 
 
-def show(found: Exported, console: Console) -> None:
+def show(found: Exported, console: output.Console) -> None:
     """Print a line per file, and the total."""
-    from rich.text import Text
-
-    console.print(Text(found.path, "bold"))
+    console.print(found.path, style="bold")
     console.print(file_table(found.files))
     console.print(f"md5 of names and bytes: {found.md5}")
     tensors = f"{count_text(found.tensors, 'tensor')}, {size_text(found.bytes)}"
-    console.print(Text.assemble(("exported", "bold green"), f": {tensors}, {found.seconds:.2f} s"))
+    output.print_styled(console, ("exported", "bold green"), f": {tensors}, {found.seconds:.2f} s")
 
 
-def file_table(files: Iterable[ExportedFile]) -> Table:
+def file_table(files: Iterable[ExportedFile]) -> output.Table:
     """Return a table of the files and their sizes."""
     from rich.table import Table
 
@@ -172,15 +167,13 @@ def convert(
     )
 
 
-def show_converted(found: Converted, console: Console) -> None:
+def show_converted(found: Converted, console: output.Console) -> None:
     """Print a line per file, the roles, and the total."""
-    from rich.text import Text
-
-    console.print(Text(found.path, "bold"))
+    console.print(found.path, style="bold")
     console.print(file_table(found.files))
     for role, tensors in found.roles.items():
         console.print(f"{role}: {count_text(tensors, 'tensor')}")
     titles = {one.name: one.title for one in FORMATS}
     formats = f"{titles[found.source_format]} to {titles[found.format]}"
     what = f"{formats}, {size_text(found.bytes)}, {found.seconds:.2f} s"
-    console.print(Text.assemble(("converted", "bold green"), f": {what}"))
+    output.print_styled(console, ("converted", "bold green"), f": {what}")

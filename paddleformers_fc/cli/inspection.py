@@ -10,50 +10,36 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paddleformers_fc.execute.output_directory import (
-    OUTPUT_DIRECTORY,
-    Cleaned,
-    Inspection,
-    LeftoverFacts,
-    ListedFacts,
-    OutputFacts,
-    directories_below,
-)
+from paddleformers_fc import output
+from paddleformers_fc.execute import output_directory
 from paddleformers_fc.formats.inspection import RoleFacts, ShardFacts, TensorFacts
 from paddleformers_fc.formats.registry import FORMATS
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping.boxes import shifted
-from paddleformers_fc.output import facts_table, table_of
 from paddleformers_fc.text import count_text, fold, size_text
-from paddleformers_fc.trainer.lineage import degrees_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from paddleformers_fc.trainer.resume import degrees_text
 
 
-def show_cleaned(found: Cleaned, console: Console) -> None:
+def show_cleaned(found: output_directory.Cleaned, console: output.Console) -> None:
     """Print a line per directory, and the total."""
-    from rich.text import Text
-
-    console.print(Text(found.path, "bold"))
+    console.print(found.path, style="bold")
     show_leftovers(found.left, console)
     for one in found.removed:
         console.print(f"  removed  {one.name}  {size_text(one.bytes)}")
     size = size_text(sum(one.bytes for one in found.removed))
     summary = f": {count_text(len(found.removed), 'leftover')}, {size}; {len(found.left)} left"
-    console.print(Text.assemble(("removed", "bold green"), summary))
+    output.print_styled(console, ("removed", "bold green"), summary)
 
 
-def show_leftovers(found: list[LeftoverFacts], console: Console) -> None:
+def show_leftovers(found: list[output_directory.LeftoverFacts], console: output.Console) -> None:
     """Print every leftover with its size and the reason why it is there."""
     for one in found:
         console.print(f"  {one.name}  {size_text(one.bytes)}: {one.why}")
 
 
-def show_listed(found: ListedFacts, console: Console) -> None:
+def show_listed(found: output_directory.ListedFacts, console: output.Console) -> None:
     """Print an output directory and the local tier of its run on this machine."""
     show_output(found, console)
     if found.local is not None:
@@ -61,13 +47,13 @@ def show_listed(found: ListedFacts, console: Console) -> None:
         show_output(found.local, console)
 
 
-def show_output(found: OutputFacts, console: Console) -> None:
+def show_output(found: output_directory.OutputFacts, console: output.Console) -> None:
     """Print a row per checkpoint, the faults of incomplete ones, and the leftovers."""
     from rich.text import Text
 
-    console.print(Text(found.path, "bold"))
+    console.print(found.path, style="bold")
     headings = ("step", "ranks", "layout", "size", "saved (UTC)", "complete")
-    table = table_of("checkpoint", headings, left=("layout", "saved (UTC)", "complete"))
+    table = output.table_of("checkpoint", headings, left=("layout", "saved (UTC)", "complete"))
     for one in found.checkpoints:
         state = Text("FAILED", "bold red") if one.fault else Text("OK", "green")
         step, ranks = "" if one.step is None else f"{one.step:,}", str(one.world_size or "")
@@ -78,7 +64,7 @@ def show_output(found: OutputFacts, console: Console) -> None:
         console.print(table)
     for one in found.checkpoints:
         if one.fault:
-            console.print(Text(f"  {one.name}: {one.fault}"), soft_wrap=True)
+            console.print(f"  {one.name}: {one.fault}", soft_wrap=True)
     if found.leftovers:
         console.print("  leftovers (paddleformers-fc clean removes those that you confirm):")
         show_leftovers(found.leftovers, console)
@@ -87,30 +73,28 @@ def show_output(found: OutputFacts, console: Console) -> None:
         f"{count_text(len(found.checkpoints), 'checkpoint')}, {complete} complete, "
         f"{size_text(sum(one.bytes for one in found.checkpoints))}; {count_text(len(found.leftovers), 'leftover')}"
     )
-    below = [] if found.checkpoints else directories_below(Path(found.path))
+    below = [] if found.checkpoints else output_directory.directories_below(Path(found.path))
     if below:
         console.print("Subdirectories with checkpoints; list one of them:")
         for name in fold(below):
-            console.print(Text(f"  {name}"), soft_wrap=True)
+            console.print(f"  {name}", soft_wrap=True)
 
 
 _SHOWN_SHARDS = 4
 _SHOWN_FILES = 3
 
 
-def show_tensors(tensors: Iterable[TensorFacts], console: Console) -> None:
+def show_tensors(tensors: Iterable[TensorFacts], console: output.Console) -> None:
     """Print tensors by role, and below each tensor a line per shard with its box and files."""
-    from rich.text import Text
-
     for role, rows in groupby(_rows(tensors), key=itemgetter(0)):
-        console.print(Text(role, "bold cyan"))
+        console.print(role, style="bold cyan")
         for _, name, alike in rows:
             first = alike[0]
             shape = " x ".join(map(str, first.shape)) or "scalar"
             form = f"{first.dtype} {shape}, {size_text(first.bytes)}"
-            console.print(Text.assemble(f"  {name}  ", (form, "green")))
+            output.print_styled(console, f"  {name}  ", (form, "green"))
             for line in _shard_lines(alike):
-                console.print(Text(f"      {line}", "dim"))
+                console.print(f"      {line}", style="dim")
 
 
 def _rows(tensors: Iterable[TensorFacts]) -> Iterator[tuple[str, str, list[TensorFacts]]]:
@@ -152,12 +136,10 @@ _MOST_DIFFERENCES = 20
 """Maximum number of printed lines about replicas that differ."""
 
 
-def show(found: Inspection, console: Console, files: str = "on disk") -> None:
+def show(found: output_directory.Inspection, console: output.Console, files: str = "on disk") -> None:
     """Print the facts; ``files`` labels the number of files and their bytes."""
-    from rich.text import Text
-
-    console.print(Text(found.path, "bold"))
-    console.print(facts_table(_headline(found, files)))
+    console.print(found.path, style="bold")
+    console.print(output.facts_table(_headline(found, files)))
     console.print()
     if found.roles:
         console.print(_role_table(found.roles))
@@ -168,7 +150,7 @@ def show(found: Inspection, console: Console, files: str = "on disk") -> None:
         show_tensors(found.tensors, console)
 
 
-def _show_output(found: OutputFacts, console: Console) -> None:
+def _show_output(found: output_directory.OutputFacts, console: output.Console) -> None:
     """Print a line per checkpoint, then a line per leftover."""
     for one in found.checkpoints:
         run = f", run {one.run}" if one.run else ""
@@ -178,8 +160,8 @@ def _show_output(found: OutputFacts, console: Console) -> None:
         show_leftovers(found.leftovers, console)
 
 
-def _headline(found: Inspection, files: str) -> list[tuple[str, str]]:
-    if found.kind == OUTPUT_DIRECTORY:
+def _headline(found: output_directory.Inspection, files: str) -> list[tuple[str, str]]:
+    if found.kind == output_directory.OUTPUT_DIRECTORY:
         return [("kind", "output directory")]
     lines = [("kind", next(one.title for one in FORMATS if one.name == found.kind))]
     if found.job is not None:
@@ -230,8 +212,8 @@ def _model_text(model: dict[str, Any]) -> str:
     return ", ".join([*filter(None, names), *numbers])
 
 
-def _role_table(roles: dict[str, RoleFacts]) -> Table:
-    table = table_of("role", ("tensors", "elements", "bytes", "dtypes", "files"), left=("dtypes",))
+def _role_table(roles: dict[str, RoleFacts]) -> output.Table:
+    table = output.table_of("role", ("tensors", "elements", "bytes", "dtypes", "files"), left=("dtypes",))
     for role, facts in roles.items():
         dtypes = ", ".join(
             dtype if len(facts.dtypes) == 1 else f"{dtype} ({count})" for dtype, count in sorted(facts.dtypes.items())

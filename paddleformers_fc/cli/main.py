@@ -19,9 +19,8 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -88,20 +87,11 @@ def program(
     """Flex checkpoints for PaddleFormers: train, inspect, verify, compare and export."""
 
 
-class Level(str, Enum):
-    """How thoroughly to verify."""
+Level = Literal["off", "size", "full"]
+"""How thoroughly to verify."""
 
-    off = "off"
-    size = "size"
-    full = "full"
-
-
-class Tied(str, Enum):
-    """Which copy of a tied tensor to read."""
-
-    refuse = "refuse"
-    first = "first"
-    last = "last"
+Tied = Literal["refuse", "first", "last"]
+"""Which copy of a tied tensor to read."""
 
 
 def _directories(incomplete: str) -> list[str]:
@@ -222,7 +212,7 @@ def verify(
         typer.Option(
             help="off: manifest and headers. size: also sizes of files, and metadata files. full: every byte."
         ),
-    ] = Level.full,
+    ] = "full",
     as_json: Json = False,
 ) -> int:
     """Verify a checkpoint: files, checksums, headers, coverage, the proof of its mapping, and tied tensors."""
@@ -233,7 +223,7 @@ def verify(
 
     source = _named(directory)
     with progress.working(f"checking {source}"):
-        outcome, problem = verify_checkpoint(source, level.value)
+        outcome, problem = verify_checkpoint(source, level)
     if as_json:
         wire = msgspec.json.decode(problem.to_wire()) if problem else {}
         output.print_json({**wire, **msgspec.to_builtins(outcome)})
@@ -361,11 +351,11 @@ def export(
             help="How thoroughly to verify the checkpoint; only full detects flipped bits. off needs the weight files "
             "only."
         ),
-    ] = Level.full,
+    ] = "full",
     replace: Annotated[bool, typer.Option("--replace", help="Replace an older export in the directory.")] = False,
     tied: Annotated[
         Tied, typer.Option(help="Which copy of a tensor to export, by stage or rank, if copies differ.")
-    ] = Tied.refuse,
+    ] = "refuse",
     as_format: Annotated[
         str,
         typer.Option("--format", help="huggingface, peft or paddleformers-lora; by default peft for adapters."),
@@ -393,27 +383,19 @@ def export(
         found = exporting.export(
             source,
             target,
-            verify.value,
+            verify,
             role,
             dtype,
             max_shard_bytes=parse_size(max_shard_size),
             replace=replace,
-            tied=tied.value,
+            tied=tied,
             format=as_format,
             base=base or None,
             accept_base=accept_base,
         )
     _present(found, exporting.show, as_json)
-    output.warn_unverified(source, verify.value)
+    output.warn_unverified(source, verify)
     return OK
-
-
-class Target(str, Enum):
-    """The target format of a conversion."""
-
-    flex = "flex"
-    hf = "hf"
-    distcp = "distcp"
 
 
 @app.command()
@@ -421,20 +403,20 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format: a path or a URL.")],
     directory: Annotated[str, typer.Argument(metavar="OUT", help="The directory to write.")],
     to: Annotated[
-        Target,
+        Literal["flex", "hf", "distcp"],
         typer.Option("--format", help="flex: a flex checkpoint. hf: the weights. distcp: Paddle's FlexCheckpoint."),
-    ] = Target.flex,
+    ] = "flex",
     config: Annotated[
         str, typer.Option("--config", help="A directory with the model's config.json, if SRC has none.")
     ] = "",
     max_shard_size: Annotated[str, typer.Option(help="Largest file, in bytes of tensors, as for export.")] = "5GB",
     verify: Annotated[
         Level, typer.Option(help="How thoroughly to verify recorded checksums; only full detects flipped bits.")
-    ] = Level.full,
+    ] = "full",
     replace: Annotated[bool, typer.Option("--replace", help="Replace older weights in OUT; with --format hf.")] = False,
     tied: Annotated[
         Tied, typer.Option(help="Which copy of a tensor to read, by stage or rank, if copies differ.")
-    ] = Tied.refuse,
+    ] = "refuse",
     as_json: Json = False,
 ) -> int:
     """Write a checkpoint in another format: weights, optimizer states and the state of the Trainer.
@@ -446,12 +428,12 @@ def convert(
 
     named, target = _named(source), _target(directory, "A conversion")
     with progress.working(f"converting {named}"):
-        size, level = parse_size(max_shard_size), verify.value
+        size = parse_size(max_shard_size)
         found = exporting.convert(
-            named, target, to.value, config or None, level, max_shard_bytes=size, replace=replace, tied=tied.value
+            named, target, to, config or None, verify, max_shard_bytes=size, replace=replace, tied=tied
         )
     _present(found, exporting.show_converted, as_json)
-    output.warn_unverified(named, verify.value)
+    output.warn_unverified(named, verify)
     return OK
 
 

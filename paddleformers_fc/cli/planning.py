@@ -5,27 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from paddleformers_fc import output
 from paddleformers_fc.cli.settings import read_settings
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.output import facts_table, table_of
 from paddleformers_fc.plan.forecast import GridPlan, PlanFlows, RankForecast
-from paddleformers_fc.storage.files import (
-    exists,
-    is_directory,
-    open_local,
-    read_range,
-    remove_file,
-    rename,
-    write_file,
-)
+from paddleformers_fc.storage.files import exists, is_directory, open_local, read_range, remove_file, rename, write_file
 from paddleformers_fc.text import count_text, fold, size_text
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _SHOWN = 24
 
@@ -94,11 +82,9 @@ def _begin_of(file: Path, count: int) -> bytes:
         return bytes(read_range(opened, 0, min(count, opened.size)))
 
 
-def show(found: GridPlan, console: Console) -> None:
+def show(found: GridPlan, console: output.Console) -> None:
     """Print the plan."""
-    from rich.text import Text
-
-    console.print(Text(f"{found.path} -> {found.to}", "bold"))
+    console.print(f"{found.path} -> {found.to}", style="bold")
     facts = {
         "ranks": f"{found.world_size:,}, {found.dtype}",
         "held": f"{size_text(found.bytes)} by all ranks together",
@@ -106,9 +92,9 @@ def show(found: GridPlan, console: Console) -> None:
         "boxes": f"{found.items:,}, each a part of a stored tensor that one rank reads",
         "peak": f"{size_text(found.peak)} on the rank that needs most: its tensors, and scratch memory to read them",
     }
-    console.print(facts_table(facts.items()))
+    console.print(output.facts_table(facts.items()))
     console.print()
-    table = table_of("ranks", ("held", "read", "boxes", "peak"))
+    table = output.table_of("ranks", ("held", "read", "boxes", "peak"))
     rows = _alike(found.ranks)
     for numbers, rank in rows[:_SHOWN]:
         table.add_row(numbers, size_text(rank.bytes), size_text(rank.read), f"{rank.items:,}", size_text(rank.peak))
@@ -118,9 +104,9 @@ def show(found: GridPlan, console: Console) -> None:
     casts = [f"{cast.name}: {cast.stored} to {cast.wanted}" for cast in found.cast]
     for heading, lines in (("not loaded", found.fresh), ("dropped", found.dropped), ("cast", casts)):
         if lines:
-            console.print(Text.assemble((f"{heading}  ", "dim"), count_text(len(lines), "tensor")))
+            output.print_styled(console, (f"{heading}  ", "dim"), count_text(len(lines), "tensor"))
         for line in fold(lines):
-            console.print(Text(f"  {line}"), soft_wrap=True)
+            console.print(f"  {line}", soft_wrap=True)
 
 
 def _alike(ranks: Iterable[RankForecast]) -> list[tuple[str, RankForecast]]:

@@ -289,16 +289,11 @@ def _rank_faults(values: Values, ranks: int) -> Iterator[str]:
 
 def _fused_norm_faults(values: Values) -> Iterator[str]:
     """Yield a fault if a model has fused norms, PaddleFormers' default, for which Paddle has no CPU kernel."""
-    config = _model_config(values)
+    config = _config_of(values) if values["stage"] in _TEXT_STAGES else {}
     if is_known(config) and config.get("fuse_rms_norm", True):
         written = "fuse_rms_norm: true" if "fuse_rms_norm" in config else "no fuse_rms_norm, which means true"
         kernel = "and Paddle has no CPU kernel for a fused norm; set it to false"
         yield f"{values[_PATH]}/config.json: {written}, {kernel}"
-
-
-def _model_config(values: Values) -> dict[str, Any]:
-    """Return the configuration of a text model on this machine; empty for other models."""
-    return _config_of(values) if values["stage"] in _TEXT_STAGES else {}
 
 
 def _config_of(values: Values) -> dict[str, Any]:

@@ -24,10 +24,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 import msgspec
 
+from paddleformers_fc import output
 from paddleformers_fc.cli import nodes, start_checks
 from paddleformers_fc.cli.settings import parse_overrides, read_settings
 from paddleformers_fc.cpu_runtime.launch import LaunchResult, launch
@@ -43,9 +44,6 @@ from paddleformers_fc.trainer.options import FIELD_NAMES, save_signal
 from paddleformers_fc.trainer.rank_records import RECORDS, RankRecord, read_error, read_records
 from paddleformers_fc.trainer.tiers import local_tier_of
 from paddleformers_fc.upstream import FORMERS
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _MESSAGE = r"\[[\d-]{10} [\d:,]+\] \[ *"
@@ -428,7 +426,7 @@ def _report(result: LaunchResult) -> str | None:
     return None
 
 
-def show_job(job: TrainingJob, console: Console) -> None:
+def show_job(job: TrainingJob, console: output.Console) -> None:
     """Print the command and the environment in shell syntax."""
     where = "by paddle.distributed.launch" if job.ranks is None else f"{count_text(job.ranks, 'rank')} on this machine"
     lines = [f"{key}={shlex.quote(value)}" for key, value in sorted(job.environment.items())]
@@ -436,13 +434,11 @@ def show_job(job: TrainingJob, console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
-def show(ended: Ended, console: Console) -> None:
+def show(ended: Ended, console: output.Console) -> None:
     """Print the result, the logs, the last checkpoint and the next steps."""
-    from rich.text import Text
-
-    console.print(Text.assemble(*_verdict(ended), f"; {ended.seconds:.1f} s"))
+    output.print_styled(console, *_verdict(ended), f"; {ended.seconds:.1f} s")
     for line in _advice(ended):
-        console.print(Text(f"  {line}"), soft_wrap=True)
+        console.print(f"  {line}", soft_wrap=True)
 
 
 def _verdict(ended: Ended) -> tuple[tuple[str, str], str]:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import msgspec
 
 from paddleformers_fc.distributed.channel import Channel
-from paddleformers_fc.distributed.liveness import Liveness
+from paddleformers_fc.distributed.communicator import Liveness
 from paddleformers_fc.errors import PeerError
 
 IDLE_SECONDS = 5.0

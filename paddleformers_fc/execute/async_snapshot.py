@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,15 +21,11 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, copy_ends, copy_to_host, dtype_of
-from paddleformers_fc.execute.replicas import ElementRanges
-from paddleformers_fc.execute.staging_pool import (
-    DeviceCopy,
-    begin_copies_to_host,
-    has_pinned_memory,
-    in_host_memory,
-    new_buffer,
-)
+from paddleformers_fc.execute.replicas import ElementRange, ElementRanges, TensorKey, hashed_range
+from paddleformers_fc.execute.save_plan import SavePlan
+from paddleformers_fc.execute.staging_pool import begin_copies_to_host, has_pinned_memory, in_host_memory, new_buffer
 from paddleformers_fc.layout.live import Roles
+from paddleformers_fc.plan.items import rows_around
 
 _PIECE_BYTES = 16 << 20
 _THREADS = 2
@@ -86,7 +82,7 @@ class SnapshotBuffer:
                     copying.ranges.setdefault(role, {}).setdefault(name, []).append(one)
                     if not in_host_memory(tensor.place):
                         ends = copy_ends(tensor, begin, end, one.memory)
-                        copying.transfers.extend(begin_copies_to_host([pair]) for pair in ends)
+                        copying.waits.extend(begin_copies_to_host([pair]).wait for pair in ends)
         except BaseException:
             copying.wait()  # The memory will be reused.
             raise
@@ -114,11 +110,11 @@ class SnapshotCopy(msgspec.Struct, frozen=True):
 
     Args:
         ranges: the ranges and their memory: role -> name -> ranges.
-        transfers: the started copies from devices.
+        waits: wait for the started copies from devices.
     """
 
     ranges: dict[str, dict[str, list[_Copied]]]
-    transfers: list[DeviceCopy]
+    waits: list[Callable[[], None]]
 
     def finish(self) -> HostTensors:
         """Copy tensors in host memory, and wait for copies from devices. Afterwards the live tensors may change."""
@@ -134,8 +130,8 @@ class SnapshotCopy(msgspec.Struct, frozen=True):
 
     def wait(self) -> None:
         """Wait for the copies from devices."""
-        for transfer in self.transfers:
-            transfer.wait()
+        for wait in self.waits:
+            wait()
 
 
 def snapshot_bytes(tensors: Roles, ranges: ElementRanges) -> int:
@@ -170,3 +166,37 @@ def _pieces(copied: list[_Copied]) -> HostPieces:
         return iter((one.memory.view(dtype)[start - one.begin : stop - one.begin],))
 
     return pieces
+
+
+def ranges_of(plan: SavePlan, step: int | None, replicas: str) -> ElementRanges:
+    """Return the ranges of live tensors that one rank writes or hashes in a save.
+
+    A snapshot copies exactly these ranges, so its memory is this rank's share of the checkpoint and not its complete
+    state. Overlapping ranges are joined.
+
+    Args:
+        plan: the save plan of the rank.
+        step: the step, which selects the part of a large replica to hash. None for an upper bound over all steps; the
+            ranges may then overlap.
+        replicas: as for :func:`.save_checkpoint`; with ``off`` no replica is hashed.
+    """
+    found: dict[TensorKey, list[ElementRange]] = {}
+    for file in plan.files:
+        for piece in file.pieces:
+            found.setdefault((file.role, piece.name), []).append((piece.start, piece.stop))
+    for side in plan.ties:
+        low, high = rows_around(side.shape, side.part)
+        found.setdefault((side.role, side.name), []).append((side.start + low, side.start + high))
+    for one in plan.replicas if replicas != "off" else ():
+        found.setdefault((one.role, one.shard.name), []).append(hashed_range(one, step))
+    return {key: tuple(some if step is None else _joined(some)) for key, some in found.items()}
+
+
+def _joined(some: list[ElementRange]) -> Iterator[ElementRange]:
+    begin, end = min(some)
+    for start, stop in sorted(some):
+        if start > end:
+            yield begin, end
+            begin, end = start, stop
+        end = max(end, stop)
+    yield begin, end

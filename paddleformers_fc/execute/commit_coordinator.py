@@ -136,6 +136,47 @@ class StagingDirectory(msgspec.Struct, frozen=True):
     disks: DiskLeaders
     own: Staging | None
 
+    def commit_or_pack(
+        self, manifest: Manifest, checksums: Sequence[Sequence[FileChecksum]], files: Mapping[str, bytes]
+    ) -> CommitResult:
+        """Commit a checkpoint on one disk, or pack the metadata files for the leaders of several.
+
+        The coordinator calls.
+
+        Args:
+            manifest: the manifest of the checkpoint, whose mapping and index are already written.
+            checksums: the checksums of every rank's files, by rank.
+            files: the coordinator's metadata files, which every disk gets.
+        Raises:
+            FlexError: a file is missing, or cannot be synced or renamed.
+        """
+        size = sum(one.size for one in manifest.files)
+        done = CommitResult(len(manifest.files), size, [], manifest.differences, manifest.ties)
+        leads = {one.path: lead for lead, theirs in zip(self.disks.leads, checksums, strict=True) for one in theirs}
+        documents = _Documents(manifest, {}, [leads.get(one.path, 0) for one in manifest.files])
+        if self.own is None or len(self.disks.sorted_leaders) > 1:
+            documents.files = {**files, **{name: read_file(self.path / name) for name in (MAPPING_NAME, INDEX_NAME)}}
+            done.documents = zlib.compress(msgspec.msgpack.encode(documents), 1)
+        else:
+            _sync(self.own, documents, 0)
+            done.set_aside = self.rename()
+        return done
+
+    def sync_packed(self, packed: bytes, rank: int) -> tuple[None, None]:
+        """Write the packed metadata files and sync, if this rank is the leader of a disk. Returns no message.
+
+        Raises:
+            FlexError: as :meth:`commit_or_pack`.
+        """
+        if self.own is not None:
+            _sync(self.own, decoder_of(_Documents).decode(zlib.decompress(packed)), rank)
+        return None, None
+
+    def rename(self) -> list[bytes]:
+        """Rename the directory to its target if this rank is the leader; return backups of files of other programs."""
+        kept = None if self.own is None else commit(self.own)
+        return [] if kept is None else [os.fsencode(kept)]
+
 
 class StagingMaker:
     """Creates the staging directories of a save; closing it deletes a directory that was not committed.
@@ -263,52 +304,6 @@ class CommitResult(msgspec.Struct):
     ties: list[DivergedTie] = []
     suspects: list[int] = []
     documents: bytes = b""
-
-
-def commit_or_pack(
-    staged: StagingDirectory,
-    manifest: Manifest,
-    checksums: Sequence[Sequence[FileChecksum]],
-    files: Mapping[str, bytes],
-) -> CommitResult:
-    """Commit a checkpoint on one disk, or pack the metadata files for the leaders of several. The coordinator calls.
-
-    Args:
-        staged: the staging directory.
-        manifest: the manifest of the checkpoint, whose mapping and index are already written.
-        checksums: the checksums of every rank's files, by rank.
-        files: the coordinator's metadata files, which every disk gets.
-    Raises:
-        FlexError: a file is missing, or cannot be synced or renamed.
-    """
-    size = sum(one.size for one in manifest.files)
-    done = CommitResult(len(manifest.files), size, [], manifest.differences, manifest.ties)
-    leads = {one.path: lead for lead, theirs in zip(staged.disks.leads, checksums, strict=True) for one in theirs}
-    documents = _Documents(manifest, {}, [leads.get(one.path, 0) for one in manifest.files])
-    if staged.own is None or len(staged.disks.sorted_leaders) > 1:
-        documents.files = {**files, **{name: read_file(staged.path / name) for name in (MAPPING_NAME, INDEX_NAME)}}
-        done.documents = zlib.compress(msgspec.msgpack.encode(documents), 1)
-    else:
-        _sync(staged.own, documents, 0)
-        done.set_aside = rename_staged(staged)
-    return done
-
-
-def sync_packed(staged: StagingDirectory, packed: bytes, rank: int) -> tuple[None, None]:
-    """Write the packed metadata files and sync, if this rank is the leader of a disk. Returns no message.
-
-    Raises:
-        FlexError: as :func:`commit_or_pack`.
-    """
-    if staged.own is not None:
-        _sync(staged.own, decoder_of(_Documents).decode(zlib.decompress(packed)), rank)
-    return None, None
-
-
-def rename_staged(staged: StagingDirectory) -> list[bytes]:
-    """Rename this rank's staging directory to its target, if it has one; return backups of files of other programs."""
-    kept = None if staged.own is None else commit(staged.own)
-    return [] if kept is None else [os.fsencode(kept)]
 
 
 def _sync(staging: Staging, documents: _Documents, rank: int) -> None:

@@ -30,7 +30,7 @@ from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.digest import PIECE_BYTES, digest_tensors, read_in_pieces, require_plan
 from paddleformers_fc.execute.reading import Key, batches
 from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.formats.catalog import Catalog, FileOffset, StoredForm, StoredTensor
+from paddleformers_fc.formats.catalog import Catalog, FileOffset, StoredTensor
 from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.build import ReadSource
@@ -304,14 +304,8 @@ def _has_equal_storage(a: OpenedCheckpoint, b: OpenedCheckpoint) -> bool:
 def _has_equal_forms(one: Mapping[str, StoredTensor], other: Mapping[str, StoredTensor]) -> bool:
     if one.keys() != other.keys():
         return False
-    known: dict[StoredForm, StoredForm] = {}
-    for name, tensor in one.items():
-        form, theirs = tensor.form, other[name].form
-        if known.get(form) is not theirs:
-            if form.content != theirs.content:
-                return False
-            known[form] = theirs
-    return True
+    pairs = {(tensor.form, other[name].form) for name, tensor in one.items()}
+    return all(form.content == theirs.content for form, theirs in pairs)
 
 
 _Found = Mapping[Key, tuple[Form, Form, Deviation | None]]
@@ -353,12 +347,12 @@ def _deviations(
     ]
     found: dict[Key, Deviation] = {}
     deviation: DeviationSum | None = None
-    for one, other in zip(*sides, strict=True):
-        deviation = deviation or DeviationSum(one.tensor.global_shape)
-        deviation.add(one.numbers, other.numbers)
-        if one.is_last:
+    for (piece, one), (_, other) in zip(*sides, strict=True):
+        deviation = deviation or DeviationSum(piece.tensor.global_shape)
+        deviation.add(one, other)
+        if piece.is_last:
             if deviation.elements:
-                found[one.role, one.tensor.name] = deviation.result()
+                found[piece.role, piece.tensor.name] = deviation.result()
             deviation = None
     return found
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from operator import attrgetter, itemgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ from msgspec import structs
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.execute.memory import host_pieces
-from paddleformers_fc.execute.reading import Key, batches, fill_arrays, read_in_order, verify_equal
+from paddleformers_fc.execute.reading import Key, fill_arrays, read_in_order, verify_equal
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats.registry import open_checkpoint
@@ -49,7 +49,10 @@ from paddleformers_fc.text import count_text, fold, natural
 
 PIECE_BYTES = 32 << 20
 """Bytes of tensors in memory at a time, enough rows of a transposed tensor to make the runs of its columns long."""
-_LINE = 64
+_ELEMENT_BYTES = 8
+"""Maximum bytes of an element, which may be larger than a piece."""
+
+Array = np.ndarray[Any, Any]
 
 
 class TensorDigest(msgspec.Struct, frozen=True):
@@ -82,8 +85,8 @@ def digest_tensors(source: ReadSource, layout: ShardsByRole, piece_bytes: int = 
     """
     hasher = hashlib.md5()
     in_order = {role: {name: shards[name] for name in sorted(shards, key=natural)} for role, shards in layout.items()}
-    for piece in read_in_pieces(source, in_order, piece_bytes):
-        hasher.update(piece.numbers.view(np.uint8).data)
+    for piece, numbers in read_in_pieces(source, in_order, piece_bytes):
+        hasher.update(numbers.view(np.uint8).data)
         if piece.is_last:
             tensor = piece.tensor
             yield TensorDigest(piece.role, tensor.name, tensor.dtype, tensor.global_shape, hasher.hexdigest())
@@ -109,24 +112,91 @@ class Piece(msgspec.Struct, frozen=True):
         role: role of the tensor.
         tensor: the complete tensor.
         part: the range.
-        numbers: the elements of the range.
     """
 
     role: str
     tensor: Shard
     part: Shard
-    numbers: np.ndarray[Any, Any]
+
+    @property
+    def begin(self) -> int:
+        """Index of the first element in the tensor."""
+        return 0 if self.part.flat is None else self.part.flat[0]
 
     @property
     def is_last(self) -> bool:
         """Whether this is the last piece of the tensor."""
-        return self.part.flat is None or self.part.flat[1] == self.tensor.size
+        return self.begin + self.part.size == self.tensor.size
+
+
+class PieceBatch(msgspec.Struct, frozen=True):
+    """Successive pieces that are read together.
+
+    Args:
+        pieces: the pieces, at most one per tensor.
+        items: their reads.
+    """
+
+    pieces: list[Piece]
+    items: list[ReadItem]
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return sum(shard_bytes(one.part) for one in self.pieces)
+
+    def read(self, pool: ReadPool, root: AnyPath, memory: Array) -> list[Array]:
+        """Read the pieces one after the other into memory, and return a flat array for each.
+
+        Args:
+            pool: the threads.
+            root: the catalog's directory.
+            memory: the bytes to fill, at least :attr:`nbytes`.
+        """
+        arrays: dict[Key, Array] = {}
+        at = 0
+        for one in self.pieces:
+            size = shard_bytes(one.part)
+            arrays[one.role, one.tensor.name] = memory[at : at + size].view(numpy_dtype(one.part.dtype))
+            at += size
+        fill_arrays(pool, root, sorted(self.items, key=_file_order), arrays)
+        return list(arrays.values())
+
+
+def piece_batches(
+    planner: Planner,
+    tensors: Iterable[tuple[str, Shard, list[ReadItem]]],
+    batch_bytes: int,
+    piece_bytes: Callable[[list[ReadItem]], int],
+) -> Iterator[PieceBatch]:
+    """Yield tensors in order, in batches; at least one, which may be empty.
+
+    Args:
+        planner: plans the reads of pieces.
+        tensors: role, tensor and reads of every tensor.
+        batch_bytes: bound on the bytes of a batch; a larger piece is a batch of its own.
+        piece_bytes: returns the bound on the bytes of a tensor's pieces, given its reads.
+    """
+    pieces: list[Piece] = []
+    items: list[ReadItem] = []
+    used = 0
+    for role, tensor, own in tensors:
+        for part in row_major_pieces(tensor, piece_bytes(own)):
+            size = shard_bytes(part)
+            # An empty piece joins the previous batch, because a file is finished when its last byte is written.
+            if pieces and size and (used + size > batch_bytes or pieces[-1].tensor is tensor):
+                yield PieceBatch(pieces, items)
+                pieces, items, used = [], [], 0
+            pieces.append(Piece(role, tensor, part))
+            items.extend(own if part.flat is None else planner.items(role, part))
+            used += size
+    yield PieceBatch(pieces, items)
 
 
 def read_in_pieces(
     source: ReadSource, layout: ShardsByRole, piece_bytes: int = PIECE_BYTES, plan: LoadPlan | None = None
-) -> Iterator[Piece]:
-    """Yield tensors in the order of a layout, in pieces whose numbers are valid until the next piece.
+) -> Iterator[tuple[Piece, Array]]:
+    """Yield tensors in the order of a layout, in pieces with their numbers, which are valid until the next piece.
 
     Args:
         source: the source from a checkpoint to the canonical space.
@@ -136,45 +206,28 @@ def read_in_pieces(
     Raises:
         FlexError: as :func:`read_canonical`.
     """
-    catalog, planner = source.catalog, Planner(source)
+    catalog = source.catalog
     items: dict[Key, list[ReadItem]] = {}
     for item in (plan or require_plan(source, layout)).items:
         items.setdefault((item.role, item.name), []).append(item)
     expect(sum(shard_bytes(one) for shards in layout.values() for one in shards.values()))
-    parts = (
-        (_room(part) if part.flat is None else piece_bytes, role, tensor, part)
+    tensors = (
+        (role, tensor, items.get((role, tensor.name), []))
         for role, shards in layout.items()
         for tensor in shards.values()
-        for part in row_major_pieces(tensor, piece_bytes)
     )
-    memory = np.empty(max(piece_bytes, _LINE) + _LINE, np.uint8)
+    memory = np.empty(piece_bytes + _ELEMENT_BYTES, np.uint8)
     with ReadPool(identities=catalog.identities) as pool:
-        for batch in batches(parts, itemgetter(0), piece_bytes):
-            pieces: list[Piece] = []
-            reads: list[ReadItem] = []
-            at = 0
-            for room, role, tensor, part in batch:
-                numbers = memory[at : at + shard_bytes(part)].view(numpy_dtype(part.dtype))
-                at += room
-                pieces.append(Piece(role, tensor, part, numbers))
-                is_whole = part.flat is None
-                reads.extend(items.get((role, tensor.name), ()) if is_whole else planner.items(role, part))
-            arrays = {(one.role, one.tensor.name): one.numbers for one in pieces}
-            fill_arrays(pool, catalog.root, sorted(reads, key=_file_order), arrays)
-            for piece in pieces:
-                yield piece
-                advance(piece.numbers.nbytes)
+        for batch in piece_batches(Planner(source), tensors, piece_bytes, lambda _: piece_bytes):
+            for piece, numbers in zip(batch.pieces, batch.read(pool, catalog.root, memory), strict=True):
+                yield piece, numbers
+                advance(numbers.nbytes)
 
 
 _file_order = attrgetter("stored.file", "stored.begin")
 
 
-def _room(part: Shard) -> int:
-    """Return the bytes of a piece in memory, padded to cache lines."""
-    return -(-shard_bytes(part) // _LINE) * _LINE
-
-
-def read_canonical(source: ReadSource, layout: ShardsByRole) -> dict[Key, np.ndarray[Any, Any]]:
+def read_canonical(source: ReadSource, layout: ShardsByRole) -> dict[Key, Array]:
     """Return some shards of canonical tensors as flat arrays, by role and name.
 
     Args:
@@ -251,7 +304,7 @@ def compare_rounded(source: ReadSource) -> int:
         read_in_pieces(exact, {MODEL_STATE: exact_weights}, 2 * PIECE_BYTES),
         strict=True,
     )
-    mismatched = {one.tensor.name: None for one, master in pairs if not _is_rounded(one.numbers, master.numbers)}
+    mismatched = {one.tensor.name: None for (one, own), (_, master) in pairs if not _is_rounded(own, master)}
     if mismatched:
         is_are = "is" if len(mismatched) == 1 else "are"
         raise Corrupt(
@@ -264,7 +317,7 @@ def compare_rounded(source: ReadSource) -> int:
     return len(weights)
 
 
-def _is_rounded(own: np.ndarray[Any, Any], master: np.ndarray[Any, Any]) -> bool:
+def _is_rounded(own: Array, master: Array) -> bool:
     """Return whether a weight equals its rounded master weight; NaN may have any bits."""
     with np.errstate(over="ignore"):
         rounded = master.astype(own.dtype)
@@ -333,7 +386,7 @@ def _add_shard(sums: Sums, shard: Shard, tensor: Any, sources: TensorSources) ->
                 sums[name] = (sums.get(name, 0) + _sum_of(box, _positions(link, part))) % _MODULUS
 
 
-def _pieces(shard: Shard, tensor: Any, unsigned: np.dtype[Any]) -> Iterator[tuple[Fragment, np.ndarray[Any, Any]]]:
+def _pieces(shard: Shard, tensor: Any, unsigned: np.dtype[Any]) -> Iterator[tuple[Fragment, Array]]:
     """Yield the boxes of a shard with the bits of their elements, a bounded number at a time."""
     begin = 0 if shard.flat is None else shard.flat[0]
     for start in range(0, shard.size, _PIECE_ELEMENTS):
@@ -346,7 +399,7 @@ def _pieces(shard: Shard, tensor: Any, unsigned: np.dtype[Any]) -> Iterator[tupl
             yield fragment, bits.reshape(fragment.box.shape)
 
 
-def _positions(link: BoxLink, part: Box) -> np.ndarray[Any, Any]:
+def _positions(link: BoxLink, part: Box) -> Array:
     """Return a number for the position of every element of a target box in its source; it can be broadcast."""
     start = sum(at * _PER_AXIS[axis] for axis, at in enumerate(pulled(link, part).lo)) % _MODULUS
     found = np.full((1,) * len(part.shape), start, np.uint64)
@@ -356,7 +409,7 @@ def _positions(link: BoxLink, part: Box) -> np.ndarray[Any, Any]:
     return found
 
 
-def _sum_of(bits: np.ndarray[Any, Any], positions: np.ndarray[Any, Any]) -> int:
+def _sum_of(bits: Array, positions: Array) -> int:
     """Return the sum of the hashes of elements with their positions, modulo 2^64."""
     mixed = positions + bits.astype(np.uint64) * _PER_VALUE
     for shift, factor in _STEPS:

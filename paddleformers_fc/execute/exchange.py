@@ -16,6 +16,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -25,34 +26,17 @@ import numpy as np
 import xxhash
 from msgspec import structs
 
-from paddleformers_fc.distributed.channel import (
-    Bytes,
-    Channel,
-    all_gather_checked,
-    decoder_of,
-    gather_and_keep,
-    raise_failures,
-    run_on_all,
-)
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, decoder_of, gather_and_keep, run_on_all
 from paddleformers_fc.errors import FlexError, MismatchError, StorageError
-from paddleformers_fc.execute.opening import FillMessage, check_undamaged
+from paddleformers_fc.execute.opening import FillMessage, raise_faults
 from paddleformers_fc.execute.phases import PhaseTimer, Slowest, rounded, slowest_of
-from paddleformers_fc.execute.reading import (
-    ArraySlot,
-    Key,
-    Slot,
-    check_digests_equal,
-    digests_of,
-    execute_reads,
-    item_view,
-    read_parts,
-    verify_equal,
-)
+from paddleformers_fc.execute.reading import ArraySlot, Key, Slot, check_equal, digests_of, execute_reads, read_parts
 from paddleformers_fc.formats.catalog import EVERYONE
 from paddleformers_fc.layout.live import LocalTensor, Roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box
+from paddleformers_fc.mapping.templates import NEW_AXIS
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.transfer_plan import (
@@ -96,6 +80,24 @@ class SharedReads(msgspec.Struct, frozen=True, array_like=True):
 
     ranges: bytes = b""
     hosts: bytes = b""
+
+    @classmethod
+    def of(
+        cls, plan: LoadPlan, roles: Mapping[str, Mapping[str, LocalTensor]], options: ReadOptions
+    ) -> tuple[SharedReads, tuple[StoredPart, ...]]:
+        """Return a rank's message, and the ranges that it can share.
+
+        Args:
+            plan: the reads of the rank.
+            roles: the tensors that it fills.
+            options: whether ranks share reads.
+        """
+        is_automatic = options.replicas == "auto"
+        if options.replicas == "each" or (is_automatic and len(set(options.hosts)) < MIN_HOSTS):
+            return cls(), ()
+        parts = shared_parts(plan, roles)
+        ranges, hosts = (xxhash.xxh3_128_digest(msgspec.msgpack.encode(one)) for one in (parts, options.hosts))
+        return cls(ranges if parts else b"", hosts if is_automatic else b""), parts
 
 
 class Replicas(msgspec.Struct, frozen=True):
@@ -145,24 +147,6 @@ def _largest(role: str, names: Mapping[str, LocalTensor]) -> dict[str, int]:
         parameter = parameter_of(role, name)
         found[parameter] = max(found.get(parameter, 0), math.prod(weight.local_tensor.shape))
     return found
-
-
-def shared_reads(
-    plan: LoadPlan, roles: Mapping[str, Mapping[str, LocalTensor]], options: ReadOptions
-) -> tuple[SharedReads, tuple[StoredPart, ...]]:
-    """Return a rank's message, and the ranges that it can share.
-
-    Args:
-        plan: the reads of the rank.
-        roles: the tensors that it fills.
-        options: whether ranks share reads.
-    """
-    is_automatic = options.replicas == "auto"
-    if options.replicas == "each" or (is_automatic and len(set(options.hosts)) < MIN_HOSTS):
-        return SharedReads(), ()
-    parts = shared_parts(plan, roles)
-    ranges, hosts = (xxhash.xxh3_128_digest(msgspec.msgpack.encode(one)) for one in (parts, options.hosts))
-    return SharedReads(ranges if parts else b"", hosts if is_automatic else b""), parts
 
 
 def replicas_of(
@@ -256,23 +240,6 @@ def _gather_ranges(channel: Channel, doing: str, parts: Sequence[StoredPart]) ->
     return [decoder.decode(zlib.decompress(one)) for one in packed]
 
 
-def agreed_schedule(
-    requests: Sequence[StoredPart], storage: ReadContext, channel: Channel, limit: int
-) -> TransferSchedule:
-    """Return this rank's part of the rounds that all ranks compute from the requested ranges.
-
-    Args:
-        requests: the ranges that this rank requests from others or shares with them, in its order.
-        storage: the visible files of each rank.
-        channel: all ranks; every rank must call.
-        limit: bound on the bytes that a rank sends, and receives, in a round.
-    Raises:
-        StorageError: a range is in a file that is visible to no rank.
-    """
-    moves = assign_transfers(_gather_ranges(channel, "assigning reads", requests), storage.visible_to)
-    return schedule_rounds(moves, channel.rank, limit)
-
-
 def read_redistributed(
     plan: LoadPlan,
     storage: ReadContext,
@@ -311,7 +278,7 @@ def read_redistributed(
         blocks, done, failure = storage.blocks(channel.rank), Traffic(0, 0), None
         try:
             if storage.is_exchanged:
-                done = _run_rounds(plan, schedule, storage, slots, channel, options, blocks)
+                done = _Rounds(plan, schedule, slots, storage, options, blocks).run(channel)
             else:
                 done = Traffic(execute_reads(plan, storage.root, slots, options, storage.identities, blocks), 0)
         except StorageError:
@@ -328,21 +295,27 @@ def read_redistributed(
 
     messages, (done, failure) = gather_and_keep(channel, f"reading {storage.root.name}", fill, FillMessage)
     effect = ", and tensors that were being filled are undefined"
-    check_undamaged(storage.root, channel, messages, storage.recorded.next_step, effect)
-    raise_failures(channel, [one.refusal for one in messages], failure)
+    raise_faults(storage.root, channel, messages, storage.recorded.next_step, effect, failure)
     return structs.replace(done, slowest=slowest_of("read", [one.seconds for one in messages]))
 
 
 def _schedule(
     plan: LoadPlan, storage: ReadContext, channel: Channel, options: ReadOptions, limit: int
 ) -> TransferSchedule:
-    """Return the rounds of a load. Every rank must call."""
+    """Return this rank's part in the rounds of a load, which all ranks compute from the same ranges.
+
+    Every rank must call.
+
+    Raises:
+        StorageError: a range is in a file that is visible to no rank.
+    """
     if storage.replicas is not None:
         return storage.replicas.schedule(limit)
     is_once = options.replicas == "once"
     parts = [item.stored for item in by_shard(plan)]
     requests = [part for part in parts if is_once or not storage.can_read(channel.rank, part.file)]
-    return agreed_schedule(requests, storage, channel, limit)
+    moves = assign_transfers(_gather_ranges(channel, "assigning reads", requests), storage.visible_to)
+    return schedule_rounds(moves, channel.rank, limit)
 
 
 def _own_block_reads(
@@ -357,60 +330,13 @@ def _own_block_reads(
     return block_reads
 
 
-def _run_rounds(
-    plan: LoadPlan,
-    schedule: TransferSchedule,
-    storage: ReadContext,
-    slots: Mapping[Key, Slot],
-    channel: Channel,
-    options: ReadOptions,
-    blocks: Blocks,
-) -> Traffic:
-    """Read what this rank does not share, and execute the rounds of a schedule.
-
-    Every rank must call, inside an exchange that reports errors: an error of this rank is raised after all ranks have
-    left the rounds. At the end of each round ranks exchange whether they have more, because groups of replicas have
-    different numbers of rounds.
-    """
-    filling = _ShardFiller(plan, schedule.parts(channel.rank), slots, storage, options, blocks)
-    failures: list[Exception] = []
-    read = received = 0
-    try:
-        attempt(failures, filling.read_alone)
-        with ReadPool(options, storage.identities) as pool, ThreadPoolExecutor(1, "flex-round") as ahead:
-            turns, arrays = schedule.read_by(channel.rank), list[Array]()
-            begun = [_begin(ahead, pool, storage.root, pieces, blocks) for pieces in turns[:1]]
-            is_going = bool(schedule.rounds) or storage.replicas is not None
-            number = 0
-            while is_going:
-                turn, step = divmod(number, schedule.turn)
-                if begun and step == 0:
-                    begun += [_begin(ahead, pool, storage.root, later, blocks) for later in turns[turn + 1 : turn + 2]]
-                    arrays, count = _result(failures, begun.pop(0), turns[turn])
-                    read += count
-                pieces = schedule.round(number)
-                own = sum(piece.move.owner == channel.rank for piece in pieces)
-                arrived = exchange_round(channel, pieces, arrays[:own])
-                arrays = arrays[own:]
-                for piece, array in arrived:
-                    attempt(failures, partial(filling.place, piece, array))
-                received += sum(piece.size for piece, _ in arrived if piece.move.owner != channel.rank)
-                number += 1
-                is_going = _goes_on(channel, bool(failures), number < len(schedule.rounds))
-    finally:
-        filling.release()
-    if failures:
-        raise failures[0]
-    return Traffic(read + filling.alone, received)
-
-
 def _goes_on(channel: Channel, has_failed: bool, has_more: bool) -> bool:
     """Return whether any rank has another round and no rank has failed. Every rank must call."""
     words = channel.gather("redistributing", b"failed" if has_failed else b"more" * has_more) or ()
     return b"failed" not in words and b"more" in words
 
 
-def compare_redistributed(
+def compare_copies(
     checks: Sequence[EqualCheck], storage: ReadContext, channel: Channel, options: ReadOptions = DEFAULT_OPTIONS
 ) -> None:
     """Compare both sides of every check, by digests if they may be on different disks.
@@ -423,10 +349,13 @@ def compare_redistributed(
     Raises:
         MismatchError: the same on every rank; names every pair that differs.
     """
-    compare = partial(verify_equal, tuple(checks), storage.root, options, storage.identities)
-    if storage.visible_to:
-        sides = [side for check in checks for side in (check.left, check.right)]
-        compare = partial(check_digests_equal, checks, _agreed_digests(sides, storage, channel, options), storage.root)
+    sides = [side for check in checks for side in (check.left, check.right)]
+    agreed = _agreed_digests(sides, storage, channel, options) if storage.visible_to else None
+
+    def compare() -> None:
+        found = digests_of(sides, storage.root, options, storage.identities) if agreed is None else agreed
+        check_equal(checks, found, storage.root)
+
     run_on_all(channel, "comparing tied tensors", compare)
 
 
@@ -446,12 +375,12 @@ def _agreed_digests(
     return {part: next(left[owner]) for part, owner in owners.items()}
 
 
-class _ShardFiller:
+class _Rounds:
     """Fills this rank's shards from its own reads and from received ranges.
 
     Args:
         plan: this rank's plan.
-        arriving: the ranges that this rank receives.
+        schedule: its part in the rounds.
         slots: memory by role and full name.
         storage: the files that this rank reads.
         options: threads and staging memory.
@@ -461,49 +390,95 @@ class _ShardFiller:
     def __init__(
         self,
         plan: LoadPlan,
-        arriving: set[StoredPart],
+        schedule: TransferSchedule,
         slots: Mapping[Key, Slot],
         storage: ReadContext,
         options: ReadOptions,
         blocks: Blocks,
     ) -> None:
-        self.alone, self._blocks = 0, blocks
-        self._plan, self._slots, self._storage, self._options = plan, slots, storage, options
+        self._plan, self._schedule, self._slots = plan, schedule, slots
+        self._storage, self._options, self._blocks = storage, options, blocks
+        self._bytes_read = 0
+        self._failures: list[Exception] = []
         self._arriving: dict[StoredPart, list[ReadItem]] = {}
         self._left: dict[Key, int] = {}
         self._own: dict[Key, list[ReadItem]] = {}
         self._buffers: dict[Key, Array] = {}
-        for item in plan.items:
+
+    def run(self, channel: Channel) -> Traffic:
+        """Read what this rank does not share, and execute the rounds.
+
+        Every rank must call, inside an exchange that reports errors: an error of this rank is raised after all ranks
+        have left the rounds. At the end of each round ranks exchange whether they have more, because groups of replicas
+        have different numbers of rounds.
+        """
+        arriving, received = self._schedule.parts(channel.rank), 0
+        for item in self._plan.items:
             key = (item.role, item.name)
             if item.stored in arriving:
                 self._arriving.setdefault(item.stored, []).append(item)
                 self._left[key] = self._left.get(key, 0) + item.stored.part.volume
             else:
                 self._own.setdefault(key, []).append(item)
+        try:
+            attempt(self._failures, self._read_alone)
+            with ReadPool(self._options, self._storage.identities) as pool:
+                received = self._execute(channel, pool)
+        finally:
+            # Also the host arrays of shards that a failed load has left incomplete.
+            for key in self._buffers:
+                self._slots[key].finish_copy()
+        if self._failures:
+            raise self._failures[0]
+        return Traffic(self._bytes_read, received)
 
-    def read_alone(self) -> None:
+    def _execute(self, channel: Channel, pool: ReadPool) -> int:
+        """Execute the rounds, and return the bytes received. The pieces of the next turn are read ahead."""
+        turns, arrays = self._schedule.read_by(channel.rank), list[Array]()
+        begun: list[Future[tuple[list[Array], int]]] = []
+        is_going, number, received = bool(self._schedule.rounds) or self._storage.replicas is not None, 0, 0
+        with ThreadPoolExecutor(1, "flex-round") as ahead:
+            while is_going:
+                turn, step = divmod(number, self._schedule.turn)
+                if step == 0 and turn < len(turns):
+                    arrays, count = begun.pop().result() if begun else self._read_turn(pool, turns[turn])
+                    self._bytes_read += count
+                    if turn + 1 < len(turns):
+                        with suppress(RuntimeError):  # No thread can be started: the turn is read when it is due.
+                            begun.append(ahead.submit(self._read_turn, pool, turns[turn + 1]))
+                pieces = self._schedule.round(number)
+                own = sum(piece.move.owner == channel.rank for piece in pieces)
+                arrived = exchange_round(channel, pieces, arrays[:own])
+                arrays = arrays[own:]
+                for piece, array in arrived:
+                    attempt(self._failures, partial(self._place, piece, array))
+                received += sum(piece.size for piece, _ in arrived if piece.move.owner != channel.rank)
+                number += 1
+                is_going = _goes_on(channel, bool(self._failures), number < len(self._schedule.rounds))
+        return received
+
+    def _read_turn(self, pool: ReadPool, pieces: Sequence[TransferPiece]) -> tuple[list[Array], int]:
+        """Return pieces and the bytes read from storage; after an error, zeros, because receivers expect the bytes."""
+        try:
+            return read_parts(pool, self._storage.root, [piece.stored for piece in pieces], self._blocks)
+        except Exception as error:  # Raised after all ranks have left the rounds.
+            self._failures.append(error)
+            return [np.zeros(piece.box.shape, numpy_dtype(piece.move.part.dtype)) for piece in pieces], 0
+
+    def _read_alone(self) -> None:
         """Fill the shards that receive no range."""
         self._read((item for item in self._plan.items if (item.role, item.name) not in self._left), self._slots)
 
-    def place(self, piece: TransferPiece, array: Array) -> None:
+    def _place(self, piece: TransferPiece, array: Array) -> None:
         """Copy a received piece to its targets, and close shards that are complete."""
         for item in self._arriving[piece.move.part]:
             key = (item.role, item.name)
-            box = piece.box.relative_to(item.stored.part.lo)
-            target = item_view(self._buffer(key), item)
-            target = target[tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))]
-            copy_cast(target, array, self._storage.root / piece.move.part.file)
+            fill_piece(self._buffer(key), item, piece, array, self._storage.root / piece.move.part.file)
             self._left[key] -= array.size
             if self._left[key] == 0:
                 self._slots[key].close()
                 self._slots[key].finish_copy()
                 del self._buffers[key]
-
-    def release(self) -> None:
-        """Release the host arrays of shards that a failed load has left incomplete."""
-        for key in self._buffers:
-            self._slots[key].finish_copy()
-        self._buffers.clear()
 
     def _buffer(self, key: Key) -> Array:
         if key not in self._buffers:
@@ -514,7 +489,36 @@ class _ShardFiller:
     def _read(self, items: Iterable[ReadItem], slots: Mapping[Key, Slot]) -> None:
         part = structs.replace(self._plan, items=tuple(items))
         storage, options = self._storage, self._options
-        self.alone += execute_reads(part, storage.root, slots, options, storage.identities, self._blocks)
+        self._bytes_read += execute_reads(part, storage.root, slots, options, storage.identities, self._blocks)
+
+
+def _item_view(buffer: Array, item: ReadItem) -> Array:
+    """Return the item's part of its shard's buffer, with axes in the order of the stored region."""
+    volume = math.prod(item.shape)
+    part = buffer[item.start : item.start + volume].reshape(item.shape)
+    part = part[tuple(slice(low, high) for low, high in zip(item.part.lo, item.part.hi, strict=True))]
+    added = tuple(axis for axis, source in enumerate(item.axes) if source == NEW_AXIS)
+    kept = [source for source in item.axes if source != NEW_AXIS]
+    ordered = (part.squeeze(added) if added else part).transpose(sorted(range(len(kept)), key=kept.__getitem__))
+    missing = [axis for axis in range(len(item.stored.shape)) if axis not in kept]
+    for axis in missing:
+        ordered = np.expand_dims(ordered, axis)
+    return ordered
+
+
+def fill_piece(buffer: Array, item: ReadItem, piece: TransferPiece, array: Array, where: paths.AnyPath) -> None:
+    """Copy a received piece to the part of an item that it fills.
+
+    Args:
+        buffer: the elements of the item's shard.
+        item: an item that reads the range of the piece's transfer.
+        piece: the piece.
+        array: its elements.
+        where: the file of the numbers, for errors.
+    """
+    box = piece.box.relative_to(item.stored.part.lo)
+    part = tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))
+    copy_cast(_item_view(buffer, item)[part], array, where)
 
 
 def exchange_round(
@@ -530,7 +534,7 @@ def exchange_round(
     have = dict(
         zip((index for index, piece in enumerate(pieces) if piece.move.owner == channel.rank), own, strict=True)
     )
-    leaving: dict[int, list[Bytes]] = {}
+    leaving: dict[int, list[Array]] = {}
     coming: dict[int, list[TransferPiece]] = {}
     for index, piece in enumerate(pieces):
         if index not in have:
@@ -548,35 +552,12 @@ def exchange_round(
     return found
 
 
-def unpacked(payload: Bytes, pieces: Sequence[TransferPiece]) -> Iterator[Array]:
+def unpacked(payload: Array, pieces: Sequence[TransferPiece]) -> Iterator[Array]:
     """Yield the elements of pieces that are concatenated in a payload."""
     start = 0
     for piece in pieces:
         yield payload[start : start + piece.size].view(numpy_dtype(piece.move.part.dtype)).reshape(piece.box.shape)
         start += piece.size
-
-
-def _begin(
-    ahead: ThreadPoolExecutor, pool: ReadPool, root: paths.AnyPath, pieces: Sequence[TransferPiece], blocks: Blocks
-) -> Future[tuple[list[Array], int]]:
-    """Start to read the pieces of a round. If no thread can be started, the future has the error."""
-    try:
-        return ahead.submit(read_parts, pool, root, [piece.stored for piece in pieces], blocks)
-    except RuntimeError as error:
-        failed: Future[tuple[list[Array], int]] = Future()
-        failed.set_exception(error)
-        return failed
-
-
-def _result(
-    failures: list[Exception], begun: Future[tuple[list[Array], int]], pieces: Sequence[TransferPiece]
-) -> tuple[list[Array], int]:
-    """Return the pieces and the bytes read from storage; after an error, zeros, because receivers expect the bytes."""
-    try:
-        return begun.result()
-    except Exception as error:  # Raised after all ranks have left the rounds.
-        failures.append(error)
-        return [np.zeros(piece.box.shape, numpy_dtype(piece.move.part.dtype)) for piece in pieces], 0
 
 
 def attempt(failures: list[Exception], work: Callable[[], None]) -> None:
@@ -611,12 +592,8 @@ class _Parts(msgspec.Struct):
     needed: list[Shard]
 
 
-class _Segment(msgspec.Struct, frozen=True):
-    """Successive elements of a box that one rank holds."""
-
-    sender: int
-    start: int
-    stop: int
+_Holder = tuple[int, int, int]
+"""A rank, and the first and end index of the elements of a box that it holds."""
 
 
 def gather_parts(
@@ -642,10 +619,10 @@ def gather_parts(
         return _Parts([one.shard for one in held.values()], list(needed.values()))
 
     everyone = all_gather_checked(channel, "describing parts of tensors", own_parts, _Parts)
-    holders: _Holders = {}
+    holders: dict[_Place, list[_Holder]] = {}
     for rank, parts in enumerate(everyone):
         for shard in parts.held:
-            holders.setdefault(_place(shard), []).append(_Segment(rank, *_range(shard)))
+            holders.setdefault(_place(shard), []).append((rank, *_range(shard)))
     moves = _transfers(everyone, holders)
     for name, shard in needed.items():
         if not shard.size and _place(shard) in holders:
@@ -666,34 +643,36 @@ def gather_parts(
                 yield name, found.pop(name)
 
 
-def _transfers(everyone: Sequence[_Parts], holders: _Holders) -> list[Transfer]:
+def _transfers(everyone: Sequence[_Parts], holders: Mapping[_Place, Sequence[_Holder]]) -> list[Transfer]:
     """Return the ranges that ranks hold for others, ordered by tensor; equal on all ranks.
 
     Raises:
         MismatchError: ranks hold only some elements of a needed part.
     """
-    receivers: dict[tuple[str, Box, _Segment], list[int]] = {}
+    receivers: dict[tuple[str, Box, int, int, int], list[int]] = {}
     faults: set[str] = set()
     for rank, parts in enumerate(everyone):
         for shard in parts.needed:
-            found = _segments(shard, holders.get(_place(shard), ()), rank)
-            for one in found:
-                receivers.setdefault((*_place(shard), one), []).append(rank)
-            if _place(shard) in holders and sum(one.stop - one.start for one in found) != shard.size:
-                low, high = _range(shard)
-                faults.add(f"{shard.name}: {low}:{high} of {shard.box}")
+            held, (low, high) = holders.get(_place(shard), ()), _range(shard)
+            bounds = {bound for _, *ends in held for bound in ends if low < bound < high}
+            cuts = sorted({low, high, *bounds}) if held else []
+            for start, stop in zip(cuts, cuts[1:], strict=False):
+                senders = [sender for sender, first, end in held if first <= start < end]
+                if not senders:
+                    faults.add(f"{shard.name}: {low}:{high} of {shard.box}")
+                    continue
+                sender = rank if rank in senders else min(senders)
+                receivers.setdefault((*_place(shard), start, stop, sender), []).append(rank)
     if faults:
         raise MismatchError(
             "The ranks together do not hold all elements of a tensor.",
             evidence=sorted(faults),
             next_step="Call this on every rank of the job, with the parts that its optimizer updates.",
         )
-    ordered = sorted(receivers.items(), key=lambda entry: (entry[0][0], entry[0][1].lo, entry[0][2].start))
+    ordered = sorted(receivers.items(), key=lambda entry: (entry[0][0], entry[0][1].lo, entry[0][2]))
     return [
-        Transfer(
-            StoredPart(name, 0, (box.volume,), Box((one.start,), (one.stop,)), "float32"), one.sender, tuple(ranks)
-        )
-        for (name, box, one), ranks in ordered
+        Transfer(StoredPart(name, 0, (box.volume,), Box((start,), (stop,)), "float32"), sender, tuple(ranks))
+        for (name, box, start, stop, sender), ranks in ordered
     ]
 
 
@@ -703,24 +682,6 @@ def _place(shard: Shard) -> _Place:
 
 def _range(shard: Shard) -> tuple[int, int]:
     return (0, shard.box.volume) if shard.flat is None else shard.flat
-
-
-_Holders = dict[_Place, list[_Segment]]
-"""For every box, the ranges that ranks hold, ordered by rank."""
-
-
-def _segments(shard: Shard, holders: Sequence[_Segment], receiver: int) -> list[_Segment]:
-    """Return the segments that make up a part, up to the first element that no rank holds."""
-    at, stop = _range(shard)
-    ordered = sorted(holders, key=lambda one: (one.sender != receiver, one.sender))
-    found: list[_Segment] = []
-    while at < stop:
-        holder = next((one for one in ordered if one.start <= at < one.stop), None)
-        if holder is None:
-            break
-        found.append(_Segment(holder.sender, at, min(holder.stop, stop)))
-        at = found[-1].stop
-    return found
 
 
 def _elements(part: LocalPart, box: Box) -> Floats:

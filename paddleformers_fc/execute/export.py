@@ -21,20 +21,15 @@ from msgspec import structs
 
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.export_files import (
-    ExportJob,
-    LocalExport,
-    RemoteExport,
-    batch_bytes,
-    staged_export,
-    write_files,
-)
-from paddleformers_fc.execute.merging import Merge, read_merge
+from paddleformers_fc.execute.export_files import ExportPlan, LocalExport, RemoteExport, staged_export, write_files
+from paddleformers_fc.execute.merging import read_merge
 from paddleformers_fc.execute.opening import compare_on_all, open_on_all_ranks
 from paddleformers_fc.execute.reading import verify_equal
-from paddleformers_fc.families import family_for, is_known
+from paddleformers_fc.families import described_by_file, family_for, is_known
+from paddleformers_fc.families.description import shared_copies
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.families.exported import exported_config
+from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     REFUSE,
@@ -54,7 +49,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE, paramete
 from paddleformers_fc.layout.shards import ShardsByRole, shard_bytes
 from paddleformers_fc.plan.build import CAST, ReadSource, plan_reads
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
-from paddleformers_fc.plan.sources import canonical_layout, canonical_source, model_source, resume_source
+from paddleformers_fc.plan.sources import canonical_layout, canonical_source, huggingface_source, resume_source
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.dtypes import model_dtype
@@ -212,12 +207,6 @@ def export_opened(
     Raises:
         FlexError: the export failed. Older weights in a local target are unchanged; at a URL they may be deleted.
     """
-    if max_shard_bytes < 1:
-        raise OptionError(
-            f"max_shard_bytes is {max_shard_bytes}; a file has at least one byte.",
-            where="max_shard_bytes",
-            next_step="Set it to the maximum number of bytes of a file, such as 5_000_000_000.",
-        )
     plan = _plan_export(checkpoint, target, max_shard_bytes, writer, base, dtype)
     if checkpoint.unread:
         blocks = ((one, range(one.count)) for one in checkpoint.recorded.values())
@@ -227,8 +216,7 @@ def export_opened(
     if dtype:
         documents = recast_documents(documents, dtype)
     with staged_export(target, plan.writer) as staged:
-        batch = batch_bytes(plan.source, max_shard_bytes)
-        written = write_files(ExportJob(staged, plan.source, plan.files, batch, plan.merge))
+        written = write_files(plan, staged)
         finish_export(staged, checkpoint, plan.files, documents, written)
     return report_of(target, plan.files, written)
 
@@ -240,25 +228,6 @@ def report_of(target: AnyPath, files: Sequence[OutputFile], written: Sequence[Fi
     names = dict.fromkeys((file.role, one.name) for file in files for one in file.tensors)
     roles = dict(Counter(role for role, _ in names))
     return ExportReport(target, sizes, len(tensors), sum(map(shard_bytes, tensors)), roles)
-
-
-@dataclass(frozen=True)
-class ExportPlan:
-    """The plan of an export.
-
-    Args:
-        source: the source from the checkpoint to the tensors of the format.
-        layout: the tensors of the format, by role.
-        files: the files and their tensors.
-        writer: the format's writer.
-        merge: the adapters to merge into the weights, if any.
-    """
-
-    source: ReadSource
-    layout: ShardsByRole
-    files: tuple[OutputFile, ...]
-    writer: ExportWriter
-    merge: Merge | None
 
 
 def _plan_export(
@@ -287,7 +256,7 @@ def _plan_export(
     if any(one.role == OPTIMIZER_STATE for one in files):
         checkpoint.check_states()
     check_copies(checkpoint)
-    return ExportPlan(source, layout, files, chosen, merge)
+    return ExportPlan(source, layout, files, chosen, merge, max_shard_bytes)
 
 
 def finish_export(
@@ -320,7 +289,8 @@ def export_source(checkpoint: OpenedCheckpoint, writer: ExportWriter) -> ReadSou
     if rules is None:
         return canonical_source(checkpoint)
     if checkpoint.format.canonical:
-        source, report = model_source(checkpoint, rules)
+        aliases = canonical_ties(described_by_file(checkpoint.config)) | shared_copies(rules)
+        source, report = huggingface_source(checkpoint.catalog, rules, aliases=aliases)
         report.raise_error(str(checkpoint.catalog.root), stored=OPEN_WEIGHTS)
     else:
         source, report = resume_source(checkpoint, rules)

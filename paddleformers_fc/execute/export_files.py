@@ -16,26 +16,23 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec import structs
 
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.commit_coordinator import StagingDirectory, staging_beside
+from paddleformers_fc.execute.digest import Array, PieceBatch, piece_batches
 from paddleformers_fc.execute.merging import Merge
-from paddleformers_fc.execute.reading import Key, fill_arrays
 from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
-from paddleformers_fc.layout.shards import Shard, shard_bytes
-from paddleformers_fc.plan.build import Planner, ReadSource, row_major_pieces
-from paddleformers_fc.plan.items import ReadItem, flat_start
+from paddleformers_fc.layout.shards import ShardsByRole, shard_bytes
+from paddleformers_fc.plan.build import Planner, ReadSource
+from paddleformers_fc.plan.items import ReadItem, is_contiguous
 from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.commit import commit_export, staged_name
-from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, ReadPool, run_workers
 from paddleformers_fc.storage.files import RandomAccessWriter, real_path, write_file
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
@@ -56,62 +53,18 @@ _PAGE = 4096
 
 
 @dataclass(frozen=True)
-class _TensorRange:
-    """Successive elements of one tensor.
-
-    Args:
-        tensor: the tensor.
-        begin: index of the first element.
-        end: index after the last element.
-        items: the reads; starts are relative to the first element of the tensor.
-    """
-
-    tensor: Shard
-    begin: int
-    end: int
-    items: tuple[ReadItem, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-        return (self.end - self.begin) * dtype_size(self.tensor.dtype)
-
-
-@dataclass(frozen=True)
 class Batch:
-    """Successive ranges of one file that are read together.
+    """Successive pieces of one file that are read together.
 
     Args:
         file: the file.
         begin: offset of the first byte in the concatenated tensors of the file.
-        ranges: the ranges, at most one per tensor.
+        reads: the pieces.
     """
 
     file: OutputFile
     begin: int
-    ranges: tuple[_TensorRange, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-        return sum(one.nbytes for one in self.ranges)
-
-    @property
-    def items(self) -> tuple[ReadItem, ...]:
-        """The reads; starts are relative to the first element of a range."""
-        return tuple(
-            msgspec.structs.replace(item, start=item.start - one.begin) for one in self.ranges for item in one.items
-        )
-
-    def carved(self, memory: np.ndarray[Any, Any]) -> dict[Key, np.ndarray[Any, Any]]:
-        """Return a flat array for every range, in memory with the layout of the file."""
-        arrays: dict[Key, np.ndarray[Any, Any]] = {}
-        at = 0
-        for one in self.ranges:
-            part = memory[at : at + one.nbytes]
-            arrays[self.file.role, one.tensor.name] = part.view(to_numpy(to_safetensors(one.tensor.dtype)))
-            at += part.nbytes
-        return arrays
+    reads: PieceBatch
 
 
 def batch_bytes(source: ReadSource, max_file_bytes: int) -> int:
@@ -120,7 +73,7 @@ def batch_bytes(source: ReadSource, max_file_bytes: int) -> int:
     return min(_BATCH_BYTES if is_far else _CACHE_BYTES, max_file_bytes // _BATCHES_PER_FILE)
 
 
-def batch_memory(files: Sequence[OutputFile], max_bytes: int) -> np.ndarray[Any, Any]:
+def batch_memory(files: Sequence[OutputFile], max_bytes: int) -> Array:
     """Return memory for any batch, aligned to a page, from which the system writes files faster.
 
     Args:
@@ -146,52 +99,23 @@ def plan_batches(source: ReadSource, files: Sequence[OutputFile], max_bytes: int
     """
     planner = Planner(source)
     for file in files:
-        items = [planner.items(file.role, tensor) for tensor in file.tensors]
+        tensors = [(file.role, tensor, planner.items(file.role, tensor)) for tensor in file.tensors]
         planner.report.raise_error(str(source.catalog.root))
-        some: list[_TensorRange] = []
-        begin = used = 0
-        planned = zip(file.tensors, items, strict=True)
-        pieces = (_pieces(planner, file.role, tensor, own, max_bytes) for tensor, own in planned)
-        for piece in (piece for of_tensor in pieces for piece in of_tensor):
-            # An empty range joins the previous batch, because a file is finished when its last byte is written.
-            if some and piece.nbytes and used + piece.nbytes > max_bytes:
-                yield Batch(file, begin, tuple(_joined(some)))
-                some, begin, used = [], begin + used, 0
-            some.append(piece)
-            used += piece.nbytes
-        yield Batch(file, begin, tuple(_joined(some)))
+        begin = 0
+        for reads in piece_batches(planner, tensors, max_bytes, partial(_piece_bytes, max_bytes)):
+            yield Batch(file, begin, reads)
+            begin += reads.nbytes
 
 
-def _pieces(
-    planner: Planner, role: str, tensor: Shard, items: list[ReadItem], max_bytes: int
-) -> Iterator[_TensorRange]:
-    """Yield a tensor in ranges of the size of a batch, or larger ranges if short runs of the file would be read."""
-    most = max(max_bytes, _CACHE_BYTES if all(map(_is_run, items)) else _TRANSPOSED_BYTES)
-    for part in row_major_pieces(tensor, most):
-        if part.flat is None:
-            yield _TensorRange(tensor, 0, tensor.size, tuple(items))
-        else:
-            begin, end = part.flat
-            planned = (msgspec.structs.replace(item, start=begin + item.start) for item in planner.items(role, part))
-            yield _TensorRange(tensor, begin, end, tuple(planned))
+def _piece_bytes(max_bytes: int, items: list[ReadItem]) -> int:
+    """Return the bound on the pieces of a tensor: a batch, or more if short runs of the file would be read."""
+    return max(max_bytes, _CACHE_BYTES if all(map(_is_run, items)) else _TRANSPOSED_BYTES)
 
 
 def _is_run(item: ReadItem) -> bool:
     """Return whether an item is contiguous in its file and in its tensor."""
     stored, is_ordered = item.stored, item.axes == tuple(range(len(item.stored.shape)))
-    return (
-        is_ordered
-        and flat_start(stored.shape, stored.part) is not None
-        and flat_start(item.shape, item.part) is not None
-    )
-
-
-def _joined(ranges: Iterable[_TensorRange]) -> Iterator[_TensorRange]:
-    """Join successive ranges of the same tensor."""
-    for _, same in groupby(ranges, key=lambda one: one.tensor.name):
-        group = list(same)
-        items = tuple(item for one in group for item in one.items)
-        yield _TensorRange(group[0].tensor, group[0].begin, group[-1].end, items)
+    return is_ordered and is_contiguous(stored.shape, stored.part) and is_contiguous(item.shape, item.part)
 
 
 @dataclass(frozen=True)
@@ -314,50 +238,56 @@ _READERS = 2
 
 
 @dataclass(frozen=True)
-class ExportJob:
-    """The work of :func:`write_files`.
+class ExportPlan:
+    """The plan of an export.
 
     Args:
-        target: where to write the files.
-        source: the stored tensors.
-        files: the files.
-        batch_bytes: bound on the bytes of a batch.
-        merge: the changes to apply to the tensors, if any.
+        source: the source from the checkpoint to the tensors of the format.
+        layout: the tensors of the format, by role.
+        files: the files and their tensors.
+        writer: the format's writer.
+        merge: the adapters to merge into the weights, if any.
+        max_file_bytes: bound on the tensors of one file.
     """
 
-    target: LocalExport | RemoteExport
     source: ReadSource
+    layout: ShardsByRole
     files: tuple[OutputFile, ...]
-    batch_bytes: int
-    merge: Merge | None = None
+    writer: ExportWriter
+    merge: Merge | None
+    max_file_bytes: int
 
-    def merged(self, batch: Batch, memory: np.ndarray[Any, Any]) -> None:
-        """Apply the changes to a batch that was read."""
+    def merged(self, batch: Batch, arrays: Sequence[Array]) -> None:
+        """Apply the adapters to a batch that was read."""
         if self.merge is not None:
-            for one, values in zip(batch.ranges, batch.carved(memory).values(), strict=True):
+            for one, values in zip(batch.reads.pieces, arrays, strict=True):
                 self.merge.apply(one.tensor.name, one.begin, values)
 
 
-def write_files(job: ExportJob) -> list[FileChecksum]:
-    """Write files, and return their checksums. Two threads work at a time; each reads a batch and writes it."""
-    expect(sum(shard_bytes(shard) for file in job.files for shard in file.tensors))
+def write_files(plan: ExportPlan, target: LocalExport | RemoteExport) -> list[FileChecksum]:
+    """Write the files of a plan, and return their checksums.
+
+    Two threads work at a time; each reads a batch and writes it.
+    """
+    expect(sum(shard_bytes(shard) for file in plan.files for shard in file.tensors))
     # Both threads together read with as many threads as a load. Threads that read from a store mostly wait.
-    root = job.source.catalog.root
+    root = plan.source.catalog.root
     near = structs.replace(DEFAULT_OPTIONS, threads=DEFAULT_OPTIONS.threads // _READERS)
     options = DEFAULT_OPTIONS if isinstance(root, RemotePath) else near
-    memories = [batch_memory(job.files, job.batch_bytes) for _ in range(_READERS)]
+    max_bytes = batch_bytes(plan.source, plan.max_file_bytes)
+    memories = [batch_memory(plan.files, max_bytes) for _ in range(_READERS)]
 
     def lane(draw: Callable[[], Batch | None]) -> int:
-        memory, total = memories.pop(), 0
-        with ReadPool(options, job.source.catalog.identities) as pool:
+        memory, count = memories.pop(), 0
+        with ReadPool(options, plan.source.catalog.identities) as pool:
             while (batch := draw()) is not None:
-                total += fill_arrays(pool, root, batch.items, batch.carved(memory))
-                job.merged(batch, memory)
+                plan.merged(batch, batch.reads.read(pool, root, memory))
                 output.write(batch, memory)
-        return total
+                count += 1
+        return count
 
-    with _OutputWriter(job) as output, ThreadPoolExecutor(_READERS, "flex-export") as threads:
-        run_workers(threads, _READERS, output.begun(plan_batches(job.source, job.files, job.batch_bytes)), lane)
+    with _OutputWriter(target) as output, ThreadPoolExecutor(_READERS, "flex-export") as threads:
+        run_workers(threads, _READERS, output.begun(plan_batches(plan.source, plan.files, max_bytes)), lane)
     return output.checksums
 
 
@@ -367,36 +297,35 @@ class _OutputWriter:
     A context manager: at its end every file is complete, or open files are abandoned after an error.
 
     Args:
-        job: the files.
+        target: where to write them.
 
     Attributes:
         checksums: the checksums of the finished files.
     """
 
-    def __init__(self, job: ExportJob) -> None:
+    def __init__(self, target: LocalExport | RemoteExport) -> None:
         self.checksums: list[FileChecksum] = []
-        self._job = job
+        self._target = target
         self._open: dict[str, TensorWriter] = {}
 
     def begun(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches, and create each file before its first batch."""
         for batch in batches:
             if batch.file.path not in self._open:
-                target = self._job.target
-                layout = target.writer.header(Path(batch.file.path), batch.file.tensors)
-                self._open[batch.file.path] = target.create(batch.file.path, layout)
+                layout = self._target.writer.header(Path(batch.file.path), batch.file.tensors)
+                self._open[batch.file.path] = self._target.create(batch.file.path, layout)
             yield batch
 
-    def write(self, batch: Batch, memory: np.ndarray[Any, Any]) -> None:
+    def write(self, batch: Batch, memory: Array) -> None:
         """Hash and write a batch; the thread that writes the last batch of a file finishes the file.
 
         Args:
             batch: a batch of :meth:`begun`.
             memory: memory that begins with the batch's bytes.
         """
-        writer = self._open[batch.file.path]
-        is_last = writer.write(batch.begin, memory[: batch.nbytes])
-        advance(batch.nbytes)
+        writer, size = self._open[batch.file.path], batch.reads.nbytes
+        is_last = writer.write(batch.begin, memory[:size])
+        advance(size)
         if is_last:
             self.checksums.append(writer.close())
             del self._open[batch.file.path]

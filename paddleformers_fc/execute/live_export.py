@@ -19,16 +19,7 @@ from paddleformers_fc.execute.commit_coordinator import staging_beside
 from paddleformers_fc.execute.export import ExportReport, check_no_checkpoint, finish_export, report_of
 from paddleformers_fc.execute.export_files import LocalExport
 from paddleformers_fc.execute.save import LivePart
-from paddleformers_fc.execute.stream import (
-    Stream,
-    StreamPlan,
-    StreamRequest,
-    Tensors,
-    consume,
-    known_plans,
-    part_of,
-    plan_stream,
-)
+from paddleformers_fc.execute.stream import Stream, StreamRequest, Tensors, consume, known_plans, part_of, plan_stream
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats.adapters import PEFT_WRITER
 from paddleformers_fc.formats.checkpoint import REFUSE, OutputFile
@@ -73,7 +64,7 @@ def save_weights(
         facts = {"versions": software_versions(), "config": comparable_config(model), "request": repr(request)}
         consistency = ConsistencyCheck(f"exporting to {target.name}", facts)
 
-        def begin() -> tuple[list[bytes], tuple[LivePart, dict[bytes, StreamPlan]]]:
+        def begin() -> tuple[list[bytes], tuple[LivePart, Mapping[bytes, Any]]]:
             check_no_checkpoint(target)
             part = part_of(roles, model)
             plans = known_plans(part, request, channel.rank)
@@ -87,7 +78,13 @@ def save_weights(
         write = partial(_write_files, export, own)
         everyone = consume(stream.tensors(), channel, "exporting", write, list[FileChecksum])
         written = [checksum for theirs in everyone for checksum in theirs]
-        run_on_all(channel, "finishing the export", partial(_finish, export, plan, files, written))
+
+        def finish() -> None:
+            if plan.checkpoint is not None:
+                documents = {**files, **writer.documents(plan.checkpoint, plan.files)}
+                finish_export(export, plan.checkpoint, plan.files, documents, written)
+
+        run_on_all(channel, "finishing the export", finish)
     return report_of(target, plan.files, written)
 
 
@@ -113,10 +110,3 @@ def _write_files(export: LocalExport, files: Sequence[OutputFile], tensors: Tens
             raise
         checksums.append(writer.close())
     return checksums
-
-
-def _finish(export: LocalExport, plan: StreamPlan, files: Mapping[str, bytes], written: Sequence[FileChecksum]) -> None:
-    """Write the metadata files and commit, on the coordinator."""
-    if plan.checkpoint is not None:
-        documents = {**files, **export.writer.documents(plan.checkpoint, plan.files)}
-        finish_export(export, plan.checkpoint, plan.files, documents, written)

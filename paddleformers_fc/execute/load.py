@@ -18,26 +18,12 @@ import numpy as np
 import xxhash
 from msgspec import structs
 
-from paddleformers_fc.distributed.channel import (
-    Bytes,
-    Channel,
-    ConsistencyFacts,
-    all_gather_checked,
-    gather_and_keep,
-    group_by_value,
-)
+from paddleformers_fc.distributed.channel import Bytes, Channel, all_gather_checked, gather_and_keep
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
-from paddleformers_fc.errors import MismatchError, OptionError, PeerError
-from paddleformers_fc.execute.exchange import (
-    ReadContext,
-    SharedReads,
-    compare_redistributed,
-    read_redistributed,
-    replicas_of,
-    shared_reads,
-)
+from paddleformers_fc.errors import MismatchError, PeerError
+from paddleformers_fc.execute.exchange import ReadContext, SharedReads, compare_copies, read_redistributed, replicas_of
 from paddleformers_fc.execute.memory import slots_of
-from paddleformers_fc.execute.opening import verify_metadata_blocks, verify_parts
+from paddleformers_fc.execute.opening import compare_on_all, verify_metadata_blocks
 from paddleformers_fc.execute.phases import Phases, PhaseTimer
 from paddleformers_fc.execute.reading import Key, Slot
 from paddleformers_fc.execute.save_plan import cuts_of, model_rules
@@ -61,10 +47,10 @@ from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, OPTIMIZER_S
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.plan.block_owners import MAX_SHARING_RANKS, NO_BLOCKS, BlockReads, RecordedBlocks
-from paddleformers_fc.plan.build import plan_reads, regrouped
+from paddleformers_fc.plan.build import plan_reads
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import OPEN_WEIGHTS, Report
-from paddleformers_fc.plan.sources import huggingface_source, resume_source
+from paddleformers_fc.plan.sources import huggingface_source, regrouped, resume_source
 from paddleformers_fc.storage.checksum import is_document
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, ReadOptions
 from paddleformers_fc.storage.export_checksums import restore_or_delete
@@ -241,7 +227,6 @@ class _PreflightMessage(msgspec.Struct, array_like=True):
     Args:
         report: the mismatches.
         roles: the roles that this rank loads.
-        way: how it reads ranges that other ranks need as well.
         compares: whether it has stored tensors to compare first.
         share: digests of the ranges that it could share with other ranks.
         blocks: the blocks that it reads if every rank reads for itself and checksums are compared. Empty with more than
@@ -250,7 +235,6 @@ class _PreflightMessage(msgspec.Struct, array_like=True):
 
     report: list[tuple[str, str]]
     roles: list[str]
-    way: str
     compares: bool
     share: SharedReads
     blocks: BlockReads = BlockReads()
@@ -304,7 +288,9 @@ def prepare_load(
         CheckpointError: the same on every rank: the checkpoint is damaged.
         FlexError: the same on every rank: the checkpoint does not match the model.
     """
-    consistency = load_consistency(checkpoint, model, terms)
+    # Ranks that read shared ranges in different ways would wait for one another forever.
+    facts = {**terms.facts, "flex_read": options.replicas}
+    consistency = load_consistency(checkpoint, model, structs.replace(terms, facts=facts))
     files = {path: one for path, one in checkpoint.recorded.items() if not is_document(path)}
     recorded = RecordedBlocks(files) if checkpoint.unread else NO_BLOCKS
     target = LoadTarget(roles, model, channel, options, timer or PhaseTimer())
@@ -321,12 +307,7 @@ def prepare_load(
     return structs.replace(load, changes=tuple(changes))
 
 
-def _plan_checkpoint(
-    checkpoint: OpenedCheckpoint,
-    target: LoadTarget,
-    terms: LoadTerms,
-    roles: Roles,
-) -> _Preflight:
+def _plan_checkpoint(checkpoint: OpenedCheckpoint, target: LoadTarget, terms: LoadTerms, roles: Roles) -> _Preflight:
     """Plan this rank's reads of a checkpoint.
 
     Args:
@@ -418,7 +399,7 @@ def aoa_tensors(model: ModelDescription, shards: Iterable[Shard]) -> dict[str, A
 
 
 def whole_model(
-    model: ModelDescription, roles: Callable[[], Roles], channel: Channel, consistency: ConsistencyFacts | None = None
+    model: ModelDescription, roles: Callable[[], Roles], channel: Channel, consistency: ConsistencyCheck | None = None
 ) -> dict[str, AoaTensor]:
     """Gather all tensors of the model from all ranks, because statements describe the complete model."""
     from paddleformers_fc.aoa import AoaTensor
@@ -456,7 +437,7 @@ def prepare_weights(
         FlexError: the same on every rank, as in :func:`load_checkpoint`.
     """
     target = LoadTarget(lambda: roles, model, channel, options, timer or PhaseTimer())
-    consistency = _consistency_check(directory, model, {"verify": verify})
+    consistency = _consistency_check(directory, model, {"verify": verify, "flex_read": options.replicas})
     opened, recorded = _opened_weights(directory, channel, verify, model.adapters is not None, consistency)
     target.timer.end("open")
     checksums = {name: checksum.digest for name, checksum in opened.recorded.items()}
@@ -511,7 +492,7 @@ def _check_same_adapters(opened: OpenedCheckpoint, expected: Adapters) -> None:
 
 
 def _opened_weights(
-    directory: AnyPath, channel: Channel, verify: str, adapters: bool, consistency: ConsistencyFacts
+    directory: AnyPath, channel: Channel, verify: str, adapters: bool, consistency: ConsistencyCheck
 ) -> tuple[OpenedCheckpoint, RecordedBlocks]:
     """Return the opened weights, and the recorded checksums that the ranks compare while they read."""
     from paddleformers_fc.formats.registry import open_weights
@@ -525,7 +506,7 @@ def _opened_weights(
     if not any(recorded) or verify != "full":
         return weights, NO_BLOCKS
     files, advice = list(weights.recorded.values()), restore_or_delete(directory)
-    verify_metadata_blocks(directory, files, weights.catalog.identities, channel, advice)
+    verify_metadata_blocks(weights.catalog, files, channel, advice)
     return weights, RecordedBlocks(weights.recorded, advice)
 
 
@@ -550,7 +531,7 @@ def _agree(
     target: LoadTarget,
     plan: Callable[[Roles], _Preflight],
     recorded: RecordedBlocks,
-    consistency: ConsistencyFacts,
+    consistency: ConsistencyCheck,
 ) -> tuple[PreparedLoad, Report]:
     """Plan on every rank, and exchange the results once. Every rank must call.
 
@@ -577,8 +558,8 @@ def _agree(
             blocks = recorded.reads((item.stored for item in own.plan.items), same_bytes_key(catalog.identities))
         share, parts = SharedReads(), tuple[StoredPart, ...]()
         if not catalog.visible_to:
-            share, parts = shared_reads(own.plan, roles, options)
-        message = _PreflightMessage(own.report.to_wire(), list(roles), options.replicas, bool(own.plan.checks), share)
+            share, parts = SharedReads.of(own.plan, roles, options)
+        message = _PreflightMessage(own.report.to_wire(), list(roles), bool(own.plan.checks), share)
         if channel.world_size <= MAX_SHARING_RANKS:
             message.blocks = blocks
         target.timer.end("plan")
@@ -588,7 +569,6 @@ def _agree(
     everyone, (own, roles, slots, blocks, parts) = gather_and_keep(
         channel, "planning", planned, _PreflightMessage, consistency, marks=marks
     )
-    _check_same_way(everyone)
     merged = Report({line for one in everyone for line in one.report})
     wanted = frozenset(role for one in everyone for role in one.roles)
     untouched = _untouched(catalog, marks, wanted)
@@ -664,24 +644,15 @@ def _compare_copies(load: PreparedLoad, catalog: Catalog) -> None:
     checks, storage, target = load.plan.checks, load.storage, load.target
     try:
         if load.compares:
-            compare_redistributed(checks, storage, target.channel, target.options)
+            compare_copies(checks, storage, target.channel, target.options)
     except (MismatchError, PeerError):
         if storage.recorded.files:
             sides = (side for check in checks for side in (check.left, check.right))
             seen = [side for side in sides if storage.can_read(target.channel.rank, side.file)]
-            verify_parts(catalog, storage.recorded, seen, target.channel)
+            requests, advice = storage.recorded.requests(seen), storage.recorded.next_step
+            compare_on_all(catalog.root, requests, catalog.identities, target.channel, advice)
         raise
     target.timer.end("agree")
-
-
-def _check_same_way(everyone: Sequence[_PreflightMessage]) -> None:
-    """Check that all ranks read shared ranges in the same way, because some would wait for the others forever."""
-    if len({one.way for one in everyone}) > 1:
-        raise OptionError(
-            "The ranks have different values of flex_read.",
-            evidence=[f"flex_read: {group_by_value([one.way for one in everyone])}"],
-            next_step="Start every rank with the same options.",
-        )
 
 
 def _mark(marks: Bytes, catalog: Catalog, plan: LoadPlan) -> None:

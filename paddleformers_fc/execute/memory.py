@@ -23,15 +23,7 @@ import numpy as np
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.reading import Key, Slot
-from paddleformers_fc.execute.staging_pool import (
-    DeviceCopy,
-    StagingPool,
-    begin_copy_to_device,
-    bytes_of,
-    in_host_memory,
-    pool_of,
-    staged_pieces,
-)
+from paddleformers_fc.execute.staging_pool import DeviceCopy, StagingPool, bytes_of, in_host_memory, pool_of
 from paddleformers_fc.layout.live import Roles, dtype_name
 from paddleformers_fc.storage.executor import DEFAULT_STAGING_MEMORY_BYTES
 from paddleformers_fc.storage.operations import Memory, numpy_dtype
@@ -85,7 +77,7 @@ def host_pieces(
         parts = _rows_in_order(tensor, start, stop, _PIECE_BYTES // dtype.itemsize)
         return (part.cpu().numpy().reshape(-1).view(dtype) for part in parts)
     pool = pool_of(tensor.place, staging_bytes)
-    return staged_pieces(_bytes_in_order(tensor, start, stop, dtype.itemsize, pool.piece_bytes), dtype, pool)
+    return pool.pieces(_bytes_in_order(tensor, start, stop, dtype.itemsize, pool.piece_bytes), dtype)
 
 
 HostPieces = Callable[[int, int], Iterator[np.ndarray[Any, Any]]]
@@ -223,9 +215,8 @@ class TensorSlot(msgspec.Struct, eq=False, gc=False):
         target = self.tensor
         if not target.is_contiguous():  # Paddle crashes if it copies from the host into a strided tensor.
             target = self._on_device = paddle.empty(target.shape, dtype=target.dtype, device=target.place)
-        self._transfer = begin_copy_to_device(
-            self._staged, bytes_of(target)._slice(self.begin, self.begin + self.host_bytes)
-        )
+        part = bytes_of(target)._slice(self.begin, self.begin + self.host_bytes)
+        self._transfer = self._staged.begin_copy_to(part)
 
     def finish_copy(self) -> None:
         """Wait until the copy is done, and release the host array."""

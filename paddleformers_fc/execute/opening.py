@@ -14,9 +14,8 @@ affect the load.
 from __future__ import annotations
 
 import os
-import struct
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,19 +39,16 @@ from paddleformers_fc.errors import CheckpointError, Corrupt, FlexError
 from paddleformers_fc.formats import Catalog
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.formats.flex import DOCUMENTS, build_checkpoint, open_flex, read_document_bytes
-from paddleformers_fc.plan.block_owners import RecordedBlocks
-from paddleformers_fc.plan.items import StoredPart
 from paddleformers_fc.plan.transfer_plan import VisibleTo
 from paddleformers_fc.storage.block_checksums import compare_blocks, compare_documents
 from paddleformers_fc.storage.checksum import INDEX_NAME, MISSING, FileChecksum, is_document
-from paddleformers_fc.storage.files import open_regular, read_range, stat_path
-from paddleformers_fc.storage.identities import Identities, check_unreplaced, identity_of
+from paddleformers_fc.storage.files import stat_path
+from paddleformers_fc.storage.identities import Identities, identity_of
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
     RESTORE,
     Manifest,
     Surroundings,
-    check_level,
     check_newest,
     extra_files,
     manifest_seal,
@@ -65,9 +61,6 @@ from paddleformers_fc.text import count_text, fold
 
 MAX_HELD_BYTES = 512 * 1024 * 1024
 """Maximum size of a metadata file that one rank reads for all; a Trainer's state has 0.5 kB per line of its log."""
-
-
-_LENGTH = struct.Struct("<Q")
 
 
 class FaultMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -211,7 +204,6 @@ def open_on_all_ranks(
             fails on one rank, all ranks raise the error.
         documents: metadata files to read as well, if the coordinator can; see :func:`hold_documents`.
     """
-    check_level(verify)
     sent = _broadcast_metadata(directory, channel, documents, consistency)
     return open_sent(directory, channel, sent, verify, config).checkpoint
 
@@ -453,7 +445,7 @@ def _require_complete(
     _check_same_checkpoint(directory, _summary(manifest), checked, disks)
     extra = sum(one.extra for one in checked)
     advice = repair_advice(extra > 0, sum(len(one.evidence) for one in checked) > extra)
-    check_undamaged(directory, channel, checked, advice)
+    _check_undamaged(directory, channel, checked, advice)
     visible_to = disks.visible_to(checked, manifest)
     _check_visible(directory, visible_to, disks.blind)
     raise_failures(channel, [one.refusal for one in checked])
@@ -502,53 +494,26 @@ def _check_visible(directory: AnyPath, visible_to: VisibleTo, blind: Sequence[in
     )
 
 
-def verify_metadata_blocks(
-    directory: AnyPath,
-    files: Sequence[FileChecksum],
-    identities: Identities,
-    channel: Channel,
-    next_step: str,
-) -> None:
+def verify_metadata_blocks(catalog: Catalog, files: Sequence[FileChecksum], channel: Channel, next_step: str) -> None:
     """Compare the metadata files and headers of an export; the ranks share the work. Every rank must call.
 
     Args:
-        directory: the export.
+        catalog: the stored tensors.
         files: the recorded checksums; empty if this rank has no export, which raises an error later.
-        identities: identities of the opened files; reading a replaced file raises an error.
         channel: all ranks.
         next_step: advice for damaged files.
     Raises:
         Corrupt: the same on every rank; names all damaged files and blocks.
         StorageError: the same on every rank: files cannot be read, and nothing else is wrong.
     """
-
+    ends = {one.path: one.size for one in files}
+    for tensor in (tensor for names in catalog.roles.values() for tensor in names.values()):
+        for path, begin in tensor.offsets:
+            if path in ends and not is_document(path):  # The header ends where the tensors begin.
+                ends[path] = min(begin, ends[path])
     mine = files[channel.rank :: channel.world_size]
-    requests = ((one, _metadata_blocks(directory, one, identities)) for one in mine)
-    compare_on_all(directory, requests, identities, channel, next_step)
-
-
-def verify_parts(catalog: Catalog, recorded: RecordedBlocks, parts: Iterable[StoredPart], channel: Channel) -> None:
-    """Compare the blocks that contain some regions. Every rank must call.
-
-    Args:
-        catalog: the stored tensors.
-        recorded: the checksums of the files.
-        parts: the regions that this rank compares.
-        channel: all ranks.
-    Raises:
-        Corrupt: the same on every rank; names all damaged files and blocks.
-        StorageError: the same on every rank: files cannot be read, and nothing else is wrong.
-    """
-
-    compare_on_all(catalog.root, _block_requests(recorded, parts), catalog.identities, channel, recorded.next_step)
-
-
-def _block_requests(
-    recorded: RecordedBlocks, parts: Iterable[StoredPart]
-) -> Iterator[tuple[FileChecksum, Iterable[int]]]:
-    alone = [recorded.reads(parts, "")]
-    for path, numbers in recorded.owned(alone, 0).items():
-        yield recorded.files[path], numbers
+    requests = [(one, range(-(-ends[one.path] // one.block_bytes))) for one in mine]
+    compare_on_all(catalog.root, requests, catalog.identities, channel, next_step)
 
 
 def compare_on_all(
@@ -577,11 +542,23 @@ def compare_on_all(
         return FaultMessage(bool(found.faults), found.evidence, found.refusal.to_wire() if found.refusal else "")
 
     messages = all_gather_checked(channel, f"comparing checksums of {directory.name}", work, FaultMessage)
-    check_undamaged(directory, channel, messages, next_step)
-    raise_failures(channel, [one.refusal for one in messages])
+    raise_faults(directory, channel, messages, next_step)
 
 
-def check_undamaged(
+def raise_faults(
+    directory: AnyPath,
+    channel: Channel,
+    messages: Sequence[FaultMessage],
+    next_step: str,
+    effect: str = "",
+    cause: BaseException | None = None,
+) -> None:
+    """Raise one error with the faults of all ranks if any rank has found damage, or else the errors of all ranks."""
+    _check_undamaged(directory, channel, messages, next_step, effect)
+    raise_failures(channel, [one.refusal for one in messages], cause)
+
+
+def _check_undamaged(
     directory: AnyPath, channel: Channel, messages: Sequence[FaultMessage], next_step: str, effect: str = ""
 ) -> None:
     """Check that no rank has found damage; otherwise raise one error with the faults of all ranks."""
@@ -600,14 +577,3 @@ def check_undamaged(
         ],
         next_step=next_step,
     )
-
-
-def _metadata_blocks(directory: AnyPath, checksum: FileChecksum, identities: Identities) -> range:
-    """Return the blocks of a file that contain a header or metadata."""
-    if is_document(checksum.path) or checksum.size < _LENGTH.size:
-        return range(checksum.count)
-    with open_regular(directory / checksum.path) as file:
-        check_unreplaced(file, identities)
-        (length,) = _LENGTH.unpack(read_range(file, 0, _LENGTH.size))
-    end = min(_LENGTH.size + length, checksum.size)
-    return range(-(-end // checksum.block_bytes))

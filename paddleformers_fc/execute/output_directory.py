@@ -19,26 +19,13 @@ import msgspec
 
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, NotACheckpoint, OptionError, StorageError
 from paddleformers_fc.formats import OpenedCheckpoint
+from paddleformers_fc.formats.flex import FLEX, read_config
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, TensorFacts, job_facts, list_tensors, role_facts
-from paddleformers_fc.formats.registry import (
-    format_of,
-    is_resumable,
-    open_checkpoint,
-    open_stored,
-    read_config,
-    require_format,
-    saved_run,
-)
+from paddleformers_fc.formats.registry import format_of, is_resumable, open_checkpoint, open_stored, saved_run
 from paddleformers_fc.formats.stock_run import check_finished
 from paddleformers_fc.storage.commit import Leftover, leftovers, remove_leftover
 from paddleformers_fc.storage.files import exists, files_within, is_directory, stat_path
-from paddleformers_fc.storage.manifest import (
-    MANIFEST_NAME,
-    candidates_in,
-    check_newest,
-    read_manifest,
-    verify_files,
-)
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates_in, check_newest, read_manifest, verify_files
 from paddleformers_fc.storage.paths import AnyPath, parse_step
 from paddleformers_fc.text import fold
 
@@ -371,7 +358,7 @@ def damaged_facts(directory: AnyPath) -> Inspection | None:
         with suppress(FlexError):
             config = read_config(directory)
         return Inspection(
-            require_format(directory).name,
+            FLEX.name,
             str(directory),
             job_facts(manifest),
             _model_facts(config),

@@ -12,11 +12,10 @@ Time: a few look-ups per item, because items with equal boxes are analysed once.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,22 +26,14 @@ from paddleformers_fc.errors import Diverged, MismatchError
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.templates import NEW_AXIS, BoxLink, pulled
-from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
+from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart, row_axis
 from paddleformers_fc.plan.transfer_plan import boxes_within
 from paddleformers_fc.storage.dtypes import ScaledFile
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, NO_BLOCKS, Blocks, ReadOptions, ReadPool
 from paddleformers_fc.storage.files import byte_view
 from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities
 from paddleformers_fc.storage.manifest import CHOOSE_COPY
-from paddleformers_fc.storage.operations import (
-    Memory,
-    Operation,
-    Sizes,
-    numpy_dtype,
-    row_major,
-    scaled,
-    strided,
-)
+from paddleformers_fc.storage.operations import Memory, Operation, Sizes, numpy_dtype, row_major, scaled, strided
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.progress import expect, is_measured
 from paddleformers_fc.text import count_text
@@ -51,9 +42,6 @@ _T = TypeVar("_T")
 
 Key = tuple[str, str]
 """Role and full name of a target shard."""
-
-_Fragment = tuple[int, Shape]
-"""The index of the first element of a fragment in its shard, and its shape."""
 
 
 class Targets(Protocol):
@@ -105,18 +93,13 @@ def operations_of(
             yield Operation(path, stored.begin + like.begin, like.size, address, memory.owner, *axes)
 
 
-def item_view(buffer: np.ndarray[Any, Any], item: ReadItem) -> np.ndarray[Any, Any]:
-    """Return the item's part of its shard's buffer, with axes in the order of the stored region."""
-    volume = math.prod(item.shape)
-    part = buffer[item.start : item.start + volume].reshape(item.shape)
-    part = part[tuple(slice(low, high) for low, high in zip(item.part.lo, item.part.hi, strict=True))]
-    added = tuple(axis for axis, source in enumerate(item.axes) if source == NEW_AXIS)
-    kept = [source for source in item.axes if source != NEW_AXIS]
-    ordered = (part.squeeze(added) if added else part).transpose(sorted(range(len(kept)), key=kept.__getitem__))
-    missing = [axis for axis in range(len(item.stored.shape)) if axis not in kept]
-    for axis in missing:
-        ordered = np.expand_dims(ordered, axis)
-    return ordered
+def box_in_rows(rows: np.ndarray[Any, Any], shape: Shape, box: Box) -> np.ndarray[Any, Any]:
+    """Return a box as a view of the rows that contain it, see :func:`.rows_around`."""
+    if not shape:
+        return rows.reshape(())
+    axis = row_axis(shape)
+    inside = (slice(low, high) for low, high in zip(box.lo[axis + 1 :], box.hi[axis + 1 :], strict=True))
+    return rows.reshape((*shape[:axis], -1, *shape[axis + 1 :]))[(slice(None),) * (axis + 1) + tuple(inside)]
 
 
 def _form(item: ReadItem, to: np.dtype[Any]) -> tuple[Operation, int] | None:
@@ -146,22 +129,6 @@ def _by_stored_axis(item: ReadItem, strides: Sizes) -> Sizes:
     return tuple(by_axis.get(axis, 0) for axis in range(len(item.stored.shape)))
 
 
-@runtime_checkable
-class DivisibleSlot(Protocol):
-    """A slot that can be filled in pieces."""
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the host array."""
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of a slot that can be cut anywhere; 0 if it must be filled at once."""
-
-    def part(self, start: int, stop: int) -> Any:
-        """Return the slot of a range of elements."""
-
-
 def cut_large_shards(
     items: tuple[ReadItem, ...], slots: Mapping[Key, Any], most: int
 ) -> tuple[tuple[ReadItem, ...], Mapping[Key, Any]]:
@@ -169,14 +136,11 @@ def cut_large_shards(
 
     Args:
         items: the reads.
-        slots: memory by role and full name.
+        slots: memory by role and full name. A slot with a host array and with ``elements`` can be divided: ``part``
+            returns the slot of a range of its elements.
         most: maximum bytes of a piece; at least one row.
     """
-    large = {
-        key: slot
-        for key, slot in slots.items()
-        if slot.host_bytes > most and isinstance(slot, DivisibleSlot) and slot.elements
-    }
+    large = {key: slot for key, slot in slots.items() if slot.host_bytes > most and getattr(slot, "elements", 0)}
     if not large:
         return items, slots
     found: dict[Key, list[ReadItem]] = {}
@@ -188,9 +152,10 @@ def cut_large_shards(
         slot = large[key]
         if all(_follows_the_file(item) for item in own):
             pieces[key] = []
-            most_elements = max(1, most * slot.elements // slot.host_bytes)
-            points = _cut_points(sorted({(item.start, item.shape) for item in own}), slot.elements, most_elements)
-            for low, high in zip(points, points[1:], strict=False):
+            row = max(math.prod(item.shape[row_axis(item.shape) + 1 :]) for item in own)
+            step = max(1, most * slot.elements // slot.host_bytes // row) * row
+            for low in range(0, slot.elements, step):
+                high = min(low + step, slot.elements)
                 name = f"{key[1]}[{low}:{high}]"
                 kept[key[0], name] = slot.part(low, high)
                 pieces[key].extend(replace(part, name=name) for item in own for part in _within(item, low, high))
@@ -198,38 +163,12 @@ def cut_large_shards(
     return (*others, *chain.from_iterable(pieces.values())), kept
 
 
-def _row_axis(shape: Shape) -> int:
-    """Return the first axis that is longer than one, or the last axis."""
-    return next((axis for axis, length in enumerate(shape) if length > 1), len(shape) - 1)
-
-
 def _follows_the_file(item: ReadItem) -> bool:
     """Return whether successive rows of the fragment are successive in the file."""
     if not item.shape:
         return True
-    stored = item.axes[_row_axis(item.shape)]
+    stored = item.axes[row_axis(item.shape)]
     return stored == NEW_AXIS or all(length == 1 for length in item.stored.part.shape[:stored])
-
-
-def _cut_points(fragments: list[_Fragment], size: int, most: int) -> list[int]:
-    """Return the bounds of pieces of at most ``most`` elements, or of one row; no fragment is cut inside a row."""
-    points = [0]
-    while size - points[-1] > most:
-        points.append(_between_rows(fragments, points[-1], points[-1] + most))
-    return points if points[-1] == size else [*points, size]
-
-
-def _between_rows(fragments: list[_Fragment], low: int, point: int) -> int:
-    """Return the last end of a row after ``low`` and up to ``point``; if there is none, the first one after it."""
-    index = bisect_right(fragments, point, key=lambda fragment: fragment[0]) - 1
-    if index < 0:
-        return point
-    start, shape = fragments[index]
-    if point >= start + math.prod(shape):
-        return point
-    row = math.prod(shape[_row_axis(shape) + 1 :])
-    down = point - (point - start) % row
-    return down if down > low else down + row
 
 
 def _within(item: ReadItem, low: int, high: int) -> Iterator[ReadItem]:
@@ -408,7 +347,7 @@ def verify_equal(
         MismatchError: names every pair that differs.
     """
     sides = (side for check in checks for side in (check.left, check.right))
-    check_digests_equal(checks, digests_of(sides, root, options, identities), root)
+    check_equal(checks, digests_of(sides, root, options, identities), root)
 
 
 def digests_of(
@@ -449,7 +388,7 @@ def _as_item(part: StoredPart, name: str) -> ReadItem:
     return ReadItem("", name, part, 0, shape, whole(shape), tuple(range(len(shape))))
 
 
-def check_digests_equal(checks: Iterable[EqualCheck], digests: Mapping[StoredPart, bytes], root: AnyPath) -> None:
+def check_equal(checks: Iterable[EqualCheck], digests: Mapping[StoredPart, bytes], root: AnyPath) -> None:
     """Check that both sides of every check have equal digests.
 
     Raises:

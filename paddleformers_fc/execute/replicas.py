@@ -27,10 +27,13 @@ from msgspec import structs
 from paddleformers_fc.distributed.channel import MAX_TOTAL_BYTES, format_ranks, group_by_value
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute.memory import HostPieces, HostTensors
+from paddleformers_fc.execute.reading import box_in_rows
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_messages import JobShards, Numbers
 from paddleformers_fc.layout.shards import Fragment, Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, Shape
+from paddleformers_fc.plan.items import row_axis, rows_around
+from paddleformers_fc.plan.transfer_plan import boxes_within
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import byte_view
 from paddleformers_fc.storage.manifest import DivergedTie
@@ -251,7 +254,7 @@ def _split(role: str, shard: Shard, deficits: list[tuple[int, int]]) -> Iterator
         low = high
 
 
-def pack_files(pieces: Iterable[ShardPart], max_bytes: int) -> list[list[ShardPart]]:
+def files_of(pieces: Iterable[ShardPart], max_bytes: int) -> list[list[ShardPart]]:
     """Divide the pieces of one role into files.
 
     Wide dtypes come first, so that all tensors are aligned. A piece that is larger than a file is cut between rows.
@@ -291,13 +294,8 @@ def rows_of(shard: Shard) -> tuple[int, int]:
     """Return the number of rows that a shard can be cut between, and the bytes of a row."""
     if shard.flat is not None or shard.size < 2:
         return shard.size, dtype_size(shard.dtype)
-    axis = _row_axis(shard)
+    axis = row_axis(shard.box.shape)
     return shard.box.shape[axis], math.prod(shard.box.shape[axis + 1 :]) * dtype_size(shard.dtype)
-
-
-def _row_axis(shard: Shard) -> int:
-    """Return the first axis that can be cut. The elements between two cuts along it are contiguous."""
-    return next(axis for axis, length in enumerate(shard.box.shape) if length > 1)
 
 
 def _part(piece: ShardPart, low: int, high: int) -> ShardPart:
@@ -309,7 +307,7 @@ def _part(piece: ShardPart, low: int, high: int) -> ShardPart:
     if shard.flat is not None:
         first = shard.flat[0]
         return ShardPart(piece.role, structs.replace(shard, flat=(first + low, first + high)), start)
-    axis, box = _row_axis(shard), shard.box
+    axis, box = row_axis(shard.box.shape), shard.box
     lo, hi = list(box.lo), list(box.hi)
     lo[axis], hi[axis] = box.lo[axis] + low, box.lo[axis] + high
     return ShardPart(piece.role, structs.replace(shard, box=Box(tuple(lo), tuple(hi))), start)
@@ -318,8 +316,8 @@ def _part(piece: ShardPart, low: int, high: int) -> ShardPart:
 WHOLE_BYTES = 1024 * 1024
 """Replicas up to this size are always hashed completely."""
 
-_BLOCK_BYTES = 16 * 1024 * 1024
-"""Bytes of a tied tensor that are hashed at a time."""
+_BLOCK_ELEMENTS = 2 * 1024 * 1024
+"""Elements of a tied tensor that are hashed at a time."""
 
 _NAME_BYTES = 256
 """Upper estimate of the bytes of a replica's name and digest."""
@@ -336,30 +334,48 @@ ElementRange: TypeAlias = tuple[int, int]
 ElementRanges: TypeAlias = Mapping[TensorKey, tuple[ElementRange, ...]]
 """Disjoint ranges of live tensors, in ascending order."""
 
-ReplicaDigests: TypeAlias = Mapping[int, Mapping[str, bytes]]
-"""The digest of every replica of a rank, by group and by the replica's description."""
 
-
-def hash_replicas(tensors: HostTensors, replicas: Iterable[Replica], step: int) -> ReplicaDigests:
-    """Return the digests of this rank's replicas.
+class ReplicaDigests(msgspec.Struct, frozen=True):
+    """The digests of a rank's replicas.
 
     Args:
-        tensors: role -> name -> host memory of this rank.
-        replicas: the shards that other ranks hold as well.
-        step: the step, which selects the part of a large replica to hash.
+        groups: the digest of every replica, by group and by the replica's description.
     """
-    found: dict[int, dict[str, bytes]] = {}
-    for one in replicas:
-        hasher = xxhash.xxh3_128()
-        for part in tensors[one.role][one.shard.name](*hashed_range(one, step)):
-            hasher.update(byte_view(part))
-        found.setdefault(one.group, {})[str(one)] = hasher.digest()
-    return found
 
+    groups: Mapping[int, Mapping[str, bytes]]
 
-def group_digests(digests: ReplicaDigests) -> dict[int, bytes]:
-    """Return one digest per group."""
-    return {group: xxhash.xxh3_128_digest(b"".join(own[key] for key in sorted(own))) for group, own in digests.items()}
+    @classmethod
+    def of(cls, tensors: HostTensors, replicas: Iterable[Replica], step: int) -> ReplicaDigests:
+        """Hash the replicas of a rank.
+
+        Args:
+            tensors: role -> name -> host memory of this rank.
+            replicas: the shards that other ranks hold as well.
+            step: the step, which selects the part of a large replica to hash.
+        """
+        found: dict[int, dict[str, bytes]] = {}
+        for one in replicas:
+            hasher = xxhash.xxh3_128()
+            for part in tensors[one.role][one.shard.name](*hashed_range(one, step)):
+                hasher.update(byte_view(part))
+            found.setdefault(one.group, {})[str(one)] = hasher.digest()
+        return cls(found)
+
+    def of_groups(self) -> dict[int, bytes]:
+        """Return one digest per group."""
+        joined = {group: b"".join(own[key] for key in sorted(own)) for group, own in self.groups.items()}
+        return {group: xxhash.xxh3_128_digest(digests) for group, digests in joined.items()}
+
+    def by_name(self, groups: Iterable[int], ranks: int) -> dict[str, bytes]:
+        """Return the digests of replicas by description, as many as fit into one exchange of all ranks.
+
+        Args:
+            groups: the groups whose replicas differ.
+            ranks: number of ranks that send digests.
+        """
+        held = [self.groups[group] for group in groups if group in self.groups]
+        most = max(1, MAX_TOTAL_BYTES // (_NAME_BYTES * ranks * max(1, len(held))))
+        return {name: digests[name] for digests in held for name in sorted(digests)[:most]}
 
 
 def hashed_range(replica: Replica, step: int | None) -> ElementRange:
@@ -382,24 +398,11 @@ def hashed_range(replica: Replica, step: int | None) -> ElementRange:
     return low * row, high * row
 
 
-def digests_by_name(own: ReplicaDigests, groups: Iterable[int], ranks: int) -> dict[str, bytes]:
-    """Return the digests of a rank's replicas by description, as many as fit into one exchange of all ranks.
-
-    Args:
-        own: the digests of the rank.
-        groups: the groups whose replicas differ.
-        ranks: number of ranks that send digests.
-    """
-    held = [own[group] for group in groups if group in own]
-    most = max(1, MAX_TOTAL_BYTES // (_NAME_BYTES * ranks * max(1, len(held))))
-    return {name: digests[name] for digests in held for name in sorted(digests)[:most]}
-
-
 def differences(shards: Sequence[Mapping[str, bytes]]) -> list[str]:
     """Return the differences between replicas, one line per tensor; one general line if no tensor can be named.
 
     Args:
-        shards: the results of :func:`digests_by_name`, by rank.
+        shards: the results of :meth:`ReplicaDigests.by_name`, by rank.
     """
     return list(fold(_lines(shards))) or ["tensors of a part of the model that several ranks hold"]
 
@@ -490,6 +493,24 @@ class Ties(msgspec.Struct, frozen=True):
         """The boxes of all ranks, in the order in which each rank hashes its own."""
         return [side for part in self.parts for side in part.sides]
 
+    def diverged(self, digests: Sequence[Sequence[bytes]]) -> tuple[DivergedTie, ...]:
+        """Return the tied tensors whose copies differ.
+
+        Args:
+            digests: the results of :func:`hash_ties`, by rank.
+        """
+        ranks = [iter(own) for own in digests]
+        compared: dict[tuple[str, str], list[bool]] = {}
+        for part in self.parts:
+            hashed = {next(ranks[side.rank]) for side in part.sides}
+            compared.setdefault((part.owner, part.line), []).append(len(hashed) == 1)
+        lines: dict[str, list[str]] = {}
+        for (owner, line), equal in compared.items():
+            if not all(equal):
+                some = f": {equal.count(False)} of {len(equal)} parts differ" if any(equal) else ""
+                lines.setdefault(owner, []).append(line + some)
+        return tuple(DivergedTie(list(self.stages[owner]), found) for owner, found in lines.items())
+
 
 _Copies = dict[str, list[tuple[int, ShardPart]]]
 """Rank and written piece, by the parameter's name."""
@@ -527,26 +548,6 @@ def hash_ties(tensors: HostTensors, sides: Iterable[CopyPart]) -> list[bytes]:
         sides: the boxes, in the order of :attr:`Ties.sides`.
     """
     return [_digest(tensors[side.role][side.name], side) for side in sides]
-
-
-def diverged(ties: Ties, digests: Sequence[Sequence[bytes]]) -> tuple[DivergedTie, ...]:
-    """Return the tied tensors whose copies differ.
-
-    Args:
-        ties: the compared parts.
-        digests: the results of :func:`hash_ties`, by rank.
-    """
-    ranks = [iter(own) for own in digests]
-    compared: dict[tuple[str, str], list[bool]] = {}
-    for part in ties.parts:
-        hashed = {next(ranks[side.rank]) for side in part.sides}
-        compared.setdefault((part.owner, part.line), []).append(len(hashed) == 1)
-    lines: dict[str, list[str]] = {}
-    for (owner, line), equal in compared.items():
-        if not all(equal):
-            some = f": {equal.count(False)} of {len(equal)} parts differ" if any(equal) else ""
-            lines.setdefault(owner, []).append(line + some)
-    return tuple(DivergedTie(list(ties.stages[owner]), found) for owner, found in lines.items())
 
 
 def _states(shares: Iterable[Sequence[ShardPart]], owners: Mapping[str, str]) -> dict[tuple[str, str, str], _Copies]:
@@ -608,15 +609,10 @@ def _copy_part(rank: int, piece: ShardPart, fragment: Fragment, common: Box) -> 
 def _digest(tensor: HostPieces, side: CopyPart) -> bytes:
     """Return the digest of a box's elements in row-major order."""
     hasher = xxhash.xxh3_128()
-    shape = side.shape or (1,)
-    part = side.part if side.shape else Box((0,), (1,))
-    row = math.prod(shape[1:])
-    inside = (slice(None), *(slice(low, high) for low, high in zip(part.lo[1:], part.hi[1:], strict=True)))
-    step = max(1, _BLOCK_BYTES // max(row * 8, 1))
-    for low in range(part.lo[0], part.hi[0], step):
-        high = min(low + step, part.hi[0])
-        blocks = list(tensor(side.start + low * row, side.start + high * row))
-        block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        rows = block.reshape((high - low, *shape[1:]))[inside]
-        hasher.update(byte_view(np.ascontiguousarray(rows)))
+    low, high = rows_around(side.shape, side.part)
+    for box in boxes_within(side.part, max(1, _BLOCK_ELEMENTS * side.part.volume // (high - low))):
+        low, high = rows_around(side.shape, box)
+        blocks = list(tensor(side.start + low, side.start + high))
+        rows = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        hasher.update(byte_view(np.ascontiguousarray(box_in_rows(rows, side.shape, box))))
     return hasher.digest()

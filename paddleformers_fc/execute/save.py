@@ -16,10 +16,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import socket
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,50 +27,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from paddleformers_fc import __version__
-from paddleformers_fc.distributed.channel import (
-    Channel,
-    Part,
-    Parts,
-    all_gather_checked,
-    broadcast,
-    decoder_of,
-    gather_and_keep,
-    run_parts,
-)
+from paddleformers_fc.distributed.channel import Channel, Part, Parts, all_gather_checked, gather_and_keep, run_parts
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config, software_versions
 from paddleformers_fc.errors import FormatError, MappingError, OptionError
-from paddleformers_fc.execute.commit_coordinator import (
-    CommitResult,
-    DiskLeaders,
-    StagingDirectory,
-    StagingMaker,
-    commit_or_pack,
-    rename_staged,
-    sync_packed,
-)
+from paddleformers_fc.execute.commit_coordinator import CommitResult, DiskLeaders, StagingDirectory, StagingMaker
 from paddleformers_fc.execute.memory import HostPieces, HostTensors, view_of
 from paddleformers_fc.execute.phases import Phases, PhaseTimer, slowest_of
-from paddleformers_fc.execute.replicas import (
-    ReplicaDigests,
-    check_replicas_equal,
-    differences,
-    digests_by_name,
-    diverged,
-    group_digests,
-    hash_replicas,
-    hash_ties,
-    unequal_keys,
-)
-from paddleformers_fc.execute.save_plan import (
-    ModelRecord,
-    PlanCache,
-    PlannedFile,
-    Planning,
-    SavePlan,
-    digest,
-    plan_for_all,
-    plan_of_rank,
-)
+from paddleformers_fc.execute.replicas import ReplicaDigests, check_replicas_equal, differences, hash_ties, unequal_keys
+from paddleformers_fc.execute.save_plan import PlanCache, PlannedFile, SavePlan, digest, new_plan
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.stated import model_ties
@@ -80,8 +42,8 @@ from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, confi
 from paddleformers_fc.formats.index import encode_index
 from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles, facts_of
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
-from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
-from paddleformers_fc.layout.shards import Shard, ShardsByRole
+from paddleformers_fc.layout.shard_messages import encode_rank_shards
+from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum, records_of
 from paddleformers_fc.storage.files import RandomAccessWriter, write_file
 from paddleformers_fc.storage.manifest import UNKNOWN_RUN, DivergedTie, Manifest, RunRecord, SaveOrigin
@@ -89,8 +51,6 @@ from paddleformers_fc.storage.progress import advance, expect
 from paddleformers_fc.storage.safetensors import TensorWriter
 
 _PLANS = PlanCache[SavePlan]()
-_NAME_BYTES = 8
-"""Bytes of the random name of a plan."""
 _T = TypeVar("_T")
 
 
@@ -316,7 +276,7 @@ def plan_save(
         name = min(usable)
         plan = plans[name]
     else:
-        name, plan = _new_plan(part, roles, payloads, channel)
+        name, plan = new_plan(part.model, roles, payloads, channel)
     if plan.failure is None:
         _PLANS.keep(channel.rank, _facts(part, channel), name, plan)
     return part, plan
@@ -373,10 +333,10 @@ def write(planned: PlannedSave, tensors: HostTensors, rank: int) -> tuple[WriteM
     plan.raise_failures()
     if rank == 0:
         _check_configuration(planned)
-    hashed = hash_replicas(tensors, plan.replicas if part.replicas != "off" else (), part.job.step)
+    hashed = ReplicaDigests.of(tensors, plan.replicas if part.replicas != "off" else (), part.job.step)
     ties = hash_ties(tensors, plan.ties)
     checksums = _write_files(planned, tensors)
-    return WriteMessage(checksums, group_digests(hashed), ties, timer.end("write")), hashed
+    return WriteMessage(checksums, hashed.of_groups(), ties, timer.end("write")), hashed
 
 
 def commit(
@@ -393,15 +353,14 @@ def commit(
     doing, work = "committing the checkpoint", partial(_compare_and_commit, planned, everyone)
     done: CommitResult = yield Part(doing, work, CommitResult, source=0)
     if done.suspects:
-        find = partial(digests_by_name, digests, done.suspects, channel.world_size)
+        find = partial(digests.by_name, done.suspects, channel.world_size)
         by_name, _ = yield Part("comparing replicas", lambda: (find(), None), dict[str, bytes], to=0)
         done = yield Part(doing, partial(work, differences(by_name)), CommitResult, source=0)
     if done.documents:
-        sync = partial(sync_packed, planned.staged, done.documents, channel.rank)
+        sync = partial(planned.staged.sync_packed, done.documents, channel.rank)
         yield Part("syncing every disk", sync, type(None))
         # Not a part of its own, because a rename takes only milliseconds.
-        rename = partial(rename_staged, planned.staged)
-        aside = all_gather_checked(channel, "committing on every disk", rename, list[bytes])
+        aside = all_gather_checked(channel, "committing on every disk", planned.staged.rename, list[bytes])
         done.set_aside = [path for theirs in aside for path in theirs]
     return done
 
@@ -421,12 +380,12 @@ def _compare_and_commit(
         if suspects:
             return CommitResult(suspects=suspects)
         unequal = []
-    ties = diverged(planned.plan.model_record().ties, [one.ties for one in everyone])
+    ties = planned.plan.model_record().ties.diverged([one.ties for one in everyone])
     if planned.part.replicas == "refuse":
         check_replicas_equal([*unequal, *(line for tie in ties for line in tie.differences)])
     checksums = [one.checksums for one in everyone]
     manifest = _describe(planned, checksums, unequal, ties)
-    return commit_or_pack(planned.staged, manifest, checksums, planned.part.files)
+    return planned.staged.commit_or_pack(manifest, checksums, planned.part.files)
 
 
 def _without_aliases(roles: Roles, model: ModelDescription) -> LiveRoles:
@@ -486,22 +445,6 @@ def _facts(part: LivePart, channel: Channel) -> bytes:
 def _runs(part: LivePart) -> Sequence[str]:
     """Return the ids of the run and its ancestors."""
     return ("",) if part.job.run is None else part.job.run.ids
-
-
-def _new_plan(
-    part: LivePart, roles: ShardsByRole, payloads: Sequence[bytes], channel: Channel
-) -> tuple[bytes, SavePlan]:
-    """Return the name of a new plan, and this rank's part of it."""
-    records: list[ModelRecord] = []
-
-    def plan() -> tuple[bytes, bytes]:
-        planning, record = plan_for_all(decode_shards(payloads), part.model)
-        records.append(record)
-        return secrets.token_bytes(_NAME_BYTES), zlib.compress(msgspec.msgpack.encode(planning))
-
-    name, packed = broadcast(channel, "planning the save", plan, tuple[bytes, bytes])
-    planning = decoder_of(Planning).decode(zlib.decompress(packed))
-    return name, plan_of_rank(planning, roles, channel.rank, records[0] if records else None)
 
 
 def _check_configuration(planned: PlannedSave) -> None:

@@ -13,8 +13,9 @@ rank's files and the names of its replicas, for the last few plans; on the coord
 from __future__ import annotations
 
 import hashlib
-import math
+import secrets
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,21 +24,9 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec import structs
 
+from paddleformers_fc.distributed.channel import Channel, broadcast, decoder_of
 from paddleformers_fc.errors import MismatchError, OptionError, PeerError
-from paddleformers_fc.execute.replicas import (
-    Assignment,
-    CopyPart,
-    ElementRange,
-    ElementRanges,
-    Replica,
-    ShardPart,
-    TensorKey,
-    Ties,
-    Writers,
-    hashed_range,
-    pack_files,
-    ties_of,
-)
+from paddleformers_fc.execute.replicas import Assignment, CopyPart, Replica, ShardPart, Ties, Writers, files_of, ties_of
 from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import bind_model, decode_mapping, encode_mapping, family_name, model_ties
 from paddleformers_fc.formats.catalog import gather_shards
@@ -45,7 +34,7 @@ from paddleformers_fc.formats.checkpoint import MAPPING_NAME
 from paddleformers_fc.formats.flex import FLEX_WRITER, file_names
 from paddleformers_fc.formats.index import Columns, shard_columns
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
-from paddleformers_fc.layout.shard_messages import JobShards
+from paddleformers_fc.layout.shard_messages import JobShards, decode_shards
 from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import RuleSet, Shape
 from paddleformers_fc.plan.sources import declared_mapping
@@ -58,6 +47,9 @@ MAX_FILE_BYTES = 5 * 10**9
 
 MAX_CACHED_PLANS = 8
 """Maximum number of plans in a cache, for checkpoints, exports and all ranks that are threads of this process."""
+
+_NAME_BYTES = 8
+"""Bytes of the random name of a plan."""
 
 _Plan = TypeVar("_Plan")
 
@@ -222,6 +214,29 @@ def plan_for_all(job: JobShards, model: ModelDescription) -> tuple[Planning, Mod
     return Planning(writers.assignment, ties.sides), record
 
 
+def new_plan(
+    model: ModelDescription, roles: ShardsByRole, payloads: Sequence[bytes], channel: Channel
+) -> tuple[bytes, SavePlan]:
+    """Return the name of a new plan, and this rank's part of it. Every rank must call.
+
+    Args:
+        model: the description of the model.
+        roles: the shards of this rank, in the order of its description.
+        payloads: the shards of all ranks, encoded, on the coordinator.
+        channel: all ranks.
+    """
+    records: list[ModelRecord] = []
+
+    def plan() -> tuple[bytes, bytes]:
+        planning, record = plan_for_all(decode_shards(payloads), model)
+        records.append(record)
+        return secrets.token_bytes(_NAME_BYTES), zlib.compress(msgspec.msgpack.encode(planning))
+
+    name, packed = broadcast(channel, "planning the save", plan, tuple[bytes, bytes])
+    planning = decoder_of(Planning).decode(zlib.decompress(packed))
+    return name, plan_of_rank(planning, roles, channel.rank, records[0] if records else None)
+
+
 def plan_of_rank(planning: Planning, roles: ShardsByRole, rank: int, record: ModelRecord | None) -> SavePlan:
     """Return the plan of one rank; if planning fails, the plan contains the error.
 
@@ -279,7 +294,7 @@ def grouped(share: Iterable[ShardPart], rank: int) -> Iterator[tuple[str, str, S
     for piece in share:
         by_role.setdefault(piece.role, []).append(piece)
     for role, pieces in sorted(by_role.items()):
-        groups = pack_files(pieces, MAX_FILE_BYTES)
+        groups = files_of(pieces, MAX_FILE_BYTES)
         for path, group in zip(file_names(role, rank, len(groups)), groups, strict=True):
             yield path, role, group
 
@@ -319,44 +334,3 @@ def _check_complete(job: JobShards, parameters: Mapping[str, Shard]) -> None:
             evidence=fold(faults),
             next_step="Check the parallel configuration; the ranks describe inconsistent shards.",
         )
-
-
-def ranges_of(plan: SavePlan, step: int | None, replicas: str) -> ElementRanges:
-    """Return the ranges of live tensors that one rank writes or hashes in a save.
-
-    A snapshot copies exactly these ranges, so its memory is this rank's share of the checkpoint and not its complete
-    state. Overlapping ranges are joined.
-
-    Args:
-        plan: the save plan of the rank.
-        step: the step, which selects the part of a large replica to hash. None for an upper bound over all steps; the
-            ranges may then overlap.
-        replicas: as for :func:`.save_checkpoint`; with ``off`` no replica is hashed.
-    """
-    found: dict[TensorKey, list[ElementRange]] = {}
-    for file in plan.files:
-        for piece in file.pieces:
-            found.setdefault((file.role, piece.name), []).append((piece.start, piece.stop))
-    for side in plan.ties:
-        found.setdefault((side.role, side.name), []).append(_rows(side))
-    for one in plan.replicas if replicas != "off" else ():
-        found.setdefault((one.role, one.shard.name), []).append(hashed_range(one, step))
-    return {key: tuple(some if step is None else _joined(some)) for key, some in found.items()}
-
-
-def _rows(side: CopyPart) -> ElementRange:
-    """Return the range of elements of the rows that contain a box."""
-    if not side.shape:
-        return side.start, side.start + 1
-    row = math.prod(side.shape[1:])
-    return side.start + side.part.lo[0] * row, side.start + side.part.hi[0] * row
-
-
-def _joined(some: list[ElementRange]) -> Iterator[ElementRange]:
-    begin, end = min(some)
-    for start, stop in sorted(some):
-        if start > end:
-            yield begin, end
-            begin, end = start, stop
-        end = max(end, stop)
-    yield begin, end

@@ -109,6 +109,10 @@ class StagingBuffer(msgspec.Struct, frozen=True, eq=False):
     owner: Any
     bytes: np.ndarray[Any, Any]
 
+    def begin_copy_to(self, target: Any) -> DeviceCopy:
+        """Start to copy the full buffer to a flat device tensor of equally many bytes."""
+        return DeviceCopy([(_host_tensor(self.bytes), target)], target.place)
+
 
 class StagingPool:
     """The staging buffers of one device; thread-safe.
@@ -157,6 +161,20 @@ class StagingPool:
         with self._lock:
             self._idle.append(buffer)
             self._release(self.capacity)
+
+    def pieces(self, parts: Iterator[Any], dtype: np.dtype[Any]) -> Iterator[np.ndarray[Any, Any]]:
+        """Return successive pieces of device tensors in host memory.
+
+        The copy of the first piece starts at once, and the copy of every other piece before its predecessor is
+        returned. A piece is valid until the next one is requested.
+
+        Args:
+            parts: the bytes of complete elements, as flat tensors of the device.
+            dtype: dtype of the pieces.
+        """
+        pieces = _staged(parts, dtype, self)
+        next(pieces, None)
+        return pieces
 
     def _release(self, most: int) -> None:
         """Release idle buffers, oldest first, until all buffers have at most ``most`` bytes."""
@@ -219,30 +237,9 @@ class DeviceCopy:
         _count(-1, waited=time.monotonic() - started)
 
 
-def begin_copy_to_device(buffer: StagingBuffer, target: Any) -> DeviceCopy:
-    """Start to copy a full buffer to a flat device tensor of equally many bytes."""
-    return DeviceCopy([(_host_tensor(buffer.bytes), target)], target.place)
-
-
 def begin_copies_to_host(ends: Ends) -> DeviceCopy:
     """Start to copy flat device tensors to host arrays of equally many bytes."""
     return DeviceCopy([(source, _host_tensor(memory)) for source, memory in ends], ends[0][0].place)
-
-
-def staged_pieces(parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool) -> Iterator[np.ndarray[Any, Any]]:
-    """Return successive pieces of device tensors in host memory.
-
-    The copy of the first piece starts at once, and the copy of every other piece before its predecessor is returned. A
-    piece is valid until the next one is requested.
-
-    Args:
-        parts: the bytes of complete elements, as flat tensors of one device.
-        dtype: dtype of the pieces.
-        pool: the pool of the device.
-    """
-    pieces = _staged(parts, dtype, pool)
-    next(pieces, None)
-    return pieces
 
 
 def _staged(parts: Iterator[Any], dtype: np.dtype[Any], pool: StagingPool) -> Iterator[np.ndarray[Any, Any]]:

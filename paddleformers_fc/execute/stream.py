@@ -13,7 +13,6 @@ tensor and a round.
 
 from __future__ import annotations
 
-import math
 import secrets
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -28,43 +27,22 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from paddleformers_fc.distributed.channel import (
-    Channel,
-    all_gather_checked,
-    broadcast,
-    decoder_of,
-    run_on_all,
-)
-from paddleformers_fc.errors import Diverged, FlexError, MismatchError, OptionError, PeerError
-from paddleformers_fc.execute.exchange import attempt, exchange_round, unpacked
+from paddleformers_fc.distributed.channel import Channel, all_gather_checked, broadcast, decoder_of, run_on_all
+from paddleformers_fc.errors import Diverged, FlexError, OptionError, PeerError
+from paddleformers_fc.execute.exchange import attempt, exchange_round, fill_piece, unpacked
 from paddleformers_fc.execute.export import export_source, recast
-from paddleformers_fc.execute.memory import copy_ends, copy_to_host, dtype_of, host_view, slot_of, view_of
+from paddleformers_fc.execute.memory import copy_ends, copy_to_host, dtype_of, host_view, slot_of
 from paddleformers_fc.execute.merging import Merge
-from paddleformers_fc.execute.reading import batches, item_view
-from paddleformers_fc.execute.replicas import Assignment, CopyPart, Ties, Writers, diverged, hash_ties, ties_of
-from paddleformers_fc.execute.save import JobRecord, LivePart, live_part
-from paddleformers_fc.execute.save_plan import PlanCache, grouped, planned_files, proved_mapping
-from paddleformers_fc.execute.staging_pool import (
-    StagingBuffer,
-    StagingPool,
-    begin_copies_to_host,
-    current_stream,
-    in_host_memory,
-    pool_of,
-)
+from paddleformers_fc.execute.reading import batches, box_in_rows
+from paddleformers_fc.execute.replicas import Assignment, CopyPart, Ties, Writers, hash_ties, ties_of
+from paddleformers_fc.execute.save import JobRecord, LivePart, capture, live_part
+from paddleformers_fc.execute.save_plan import PlanCache, PlannedWrite, grouped, planned_files, proved_mapping
+from paddleformers_fc.execute.staging_pool import begin_copies_to_host, current_stream, in_host_memory, pool_of
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.description import shared_copies
 from paddleformers_fc.families.stated import decode_mapping, model_ties
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
-from paddleformers_fc.formats.checkpoint import (
-    MAPPING_NAME,
-    REFUSE,
-    OpenedCheckpoint,
-    OutputFile,
-    StoredModel,
-    with_role,
-    with_tied,
-)
+from paddleformers_fc.formats.checkpoint import REFUSE, OpenedCheckpoint, OutputFile, StoredModel, with_role, with_tied
 from paddleformers_fc.formats.flex import FLEX
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES
 from paddleformers_fc.formats.registry import default_writer
@@ -72,15 +50,14 @@ from paddleformers_fc.layout.live import LiveRoles, Roles, describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
-from paddleformers_fc.mapping.boxes import Box, Shape
 from paddleformers_fc.plan.build import Planner, ReadSource
-from paddleformers_fc.plan.items import ReadItem, StoredPart
+from paddleformers_fc.plan.items import ReadItem, StoredPart, rows_around
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.plan.transfer_plan import ROUND_BYTES, Transfer, TransferPiece, boxes_within, schedule_rounds
-from paddleformers_fc.storage.dtypes import copy_cast, dtype_size
+from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.executor import DEFAULT_STAGING_MEMORY_BYTES
 from paddleformers_fc.storage.operations import numpy_dtype
-from paddleformers_fc.text import count_text, fold, likely_meant
+from paddleformers_fc.text import count_text, likely_meant
 
 Array = np.ndarray[Any, Any]
 Tensors: TypeAlias = Generator[tuple[str, Any], None, None]
@@ -157,27 +134,12 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class HeldRange:
-    """A range of a live shard that this rank sends.
-
-    Args:
-        role: role of the shard.
-        name: name of the shard.
-        start: index of the first element in the shard's memory.
-    """
-
-    role: str
-    name: str
-    start: int
-
-
-@dataclass(frozen=True)
 class StreamPlan:
     """The part of one rank in a stream.
 
     Args:
         batches: all tensors.
-        held: the ranges that this rank sends, by file and offset.
+        held: role and range of the live shards that this rank sends, by file and offset.
         sides: this rank's copies of tied tensors, which are hashed before the first batch.
         has_ties: whether any rank has such a copy.
         ties: the tied tensors to compare, on the first rank.
@@ -187,7 +149,7 @@ class StreamPlan:
     """
 
     batches: tuple[Batch, ...]
-    held: Mapping[tuple[str, int], HeldRange]
+    held: Mapping[tuple[str, int], tuple[str, PlannedWrite]]
     sides: tuple[CopyPart, ...]
     has_ties: bool
     ties: Ties
@@ -329,27 +291,20 @@ def plan_of_rank(
         offsets[path, shard.name] = used[path]
         stored.setdefault(path.split("/")[0], []).append((shard, path, used[path], dtype_size(shard.dtype)))
         used[path] += max(1, shard_bytes(shard))
-    gathered = {role: gather_shards(theirs) for role, theirs in stored.items()}
-    faults = [fault for _, found in gathered.values() for fault in found]
-    if faults:
-        raise MismatchError(
-            "The ranks describe inconsistent shards.",
-            where=str(_MODEL),
-            evidence=fold(faults),
-            next_step="Check the parallel configuration.",
-        )
-    described, rules = decode_mapping(job.mapping, MAPPING_NAME)
+    # The coordinator has proved that the shards form every tensor exactly once.
+    roles = {role: gather_shards(theirs)[0] for role, theirs in stored.items()}
+    described, rules = decode_mapping(job.mapping, str(_MODEL))
     visible = {path: (owner,) for path, owner in job.owners.items()}
     live = OpenedCheckpoint(
         FLEX,
-        Catalog(_MODEL, {role: tensors for role, (tensors, _) in gathered.items()}, visible_to=visible),
+        Catalog(_MODEL, roles, visible_to=visible),
         dict(model.config),
         StoredModel(rules, described or model),
     )
     checkpoint = with_tied(with_role(live, request.role), request.tied)
     share, _ = job.assignment.share_of(rank, shards)
     held = {
-        (file.path, offsets[file.path, piece.name]): HeldRange(file.role, piece.name, piece.start)
+        (file.path, offsets[file.path, piece.name]): (file.role, piece)
         for file in planned_files(share, rank)
         for piece in file.pieces
     }
@@ -499,13 +454,9 @@ class Stream:
         """Compare the copies of tied tensors, if there are any; the first rank records a difference as its error."""
         if not self.plan.has_ties or self.request.tied != REFUSE:
             return
-        views = {
-            role: {name: view_of(weight.local_tensor) for name, weight in names.items()}
-            for role, names in self.part.tensors.items()
-        }
-        hashing = partial(hash_ties, views, self.plan.sides)
+        hashing = partial(hash_ties, capture(self.part), self.plan.sides)
         digests = all_gather_checked(self.channel, "hashing tied tensors", hashing, list[bytes], to=0)
-        found = diverged(self.plan.ties, digests) if self.channel.rank == 0 else ()
+        found = self.plan.ties.diverged(digests) if self.channel.rank == 0 else ()
         if found:
             failures.append(
                 Diverged(
@@ -631,9 +582,7 @@ def empty_tensor(shard: Shard) -> Any:
 def _place(items: Sequence[ReadItem], piece: TransferPiece, array: Array, buffers: Mapping[str, Buffer]) -> None:
     """Copy a received piece into every tensor that contains it."""
     for item in items:
-        box = piece.box.relative_to(item.stored.part.lo)
-        view = item_view(buffers[item.name][1], item)
-        copy_cast(view[tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))], array, _MODEL)
+        fill_piece(buffers[item.name][1], item, piece, array, _MODEL)
 
 
 class LiveReader:
@@ -641,12 +590,12 @@ class LiveReader:
 
     Args:
         weights: role -> name -> live weight.
-        held: the ranges that this rank sends, by file and offset.
+        held: role and range of the live shards that this rank sends, by file and offset.
     """
 
-    def __init__(self, weights: LiveRoles, held: Mapping[tuple[str, int], HeldRange]) -> None:
+    def __init__(self, weights: LiveRoles, held: Mapping[tuple[str, int], tuple[str, PlannedWrite]]) -> None:
         self._weights, self._held = weights, held
-        self._staged: list[tuple[StagingPool, StagingBuffer]] = []
+        self._releases: list[Callable[[], None]] = []
 
     def read(self, pieces: Sequence[TransferPiece], failures: list[Exception]) -> list[Array]:
         """Return the elements of pieces, or zeros after an error, which is added to the failures."""
@@ -657,22 +606,22 @@ class LiveReader:
 
     def release(self) -> None:
         """Release staging memory after the pieces have been sent."""
-        for pool, buffer in self._staged:
-            pool.give(buffer)
-        self._staged.clear()
+        for release in self._releases:
+            release()
+        self._releases.clear()
 
     def _read(self, pieces: Sequence[TransferPiece]) -> list[Array]:
         rows: list[Array] = []
         ends: list[tuple[Any, Array]] = []
         for piece in pieces:
             part = piece.move.part
-            held = self._held[part.file, part.begin]
-            tensor = self._weights[held.role][held.name].local_tensor
-            low, high = _rows(part.shape, piece.box)
+            role, held = self._held[part.file, part.begin]
+            tensor = self._weights[role][held.name].local_tensor
+            low, high = rows_around(part.shape, piece.box)
             rows.append(self._elements(tensor, held.start + low, held.start + high, ends))
         if ends:
             begin_copies_to_host(ends).wait()
-        return [_inside(flat, one.move.part.shape, one.box) for flat, one in zip(rows, pieces, strict=True)]
+        return [box_in_rows(flat, one.move.part.shape, one.box) for flat, one in zip(rows, pieces, strict=True)]
 
     def _elements(self, tensor: Any, start: int, stop: int, ends: list[tuple[Any, Array]]) -> Array:
         """Return a range of a tensor's elements; ``ends`` receives the copies from a device that are needed first."""
@@ -686,31 +635,8 @@ class LiveReader:
             copy_to_host(tensor, start, stop, memory)
         else:
             pool = pool_of(tensor.place, DEFAULT_STAGING_MEMORY_BYTES)
-            self._staged.append((pool, pool.take(size)))
-            memory = self._staged[-1][1].bytes
+            buffer = pool.take(size)
+            self._releases.append(partial(pool.give, buffer))
+            memory = buffer.bytes
             ends.extend(copy_ends(tensor, start, stop, memory))
         return memory.view(dtype)
-
-
-def _axis(shape: Shape) -> int:
-    """Return the first axis that is longer than one, or the last axis."""
-    return next((axis for axis, length in enumerate(shape) if length > 1), max(len(shape) - 1, 0))
-
-
-def _rows(shape: Shape, box: Box) -> tuple[int, int]:
-    """Return the range of elements of the rows that contain a box of a row-major shape."""
-    if not shape:
-        return 0, 1
-    axis = _axis(shape)
-    row = math.prod(shape[axis + 1 :])
-    return box.lo[axis] * row, box.hi[axis] * row
-
-
-def _inside(flat: Array, shape: Shape, box: Box) -> Array:
-    """Return a box as a view of the rows that contain it."""
-    if not shape:
-        return flat.reshape(())
-    axis = _axis(shape)
-    rows = flat.reshape((*(1 for _ in range(axis)), -1, *shape[axis + 1 :]))
-    inside = (slice(low, high) for low, high in zip(box.lo[axis + 1 :], box.hi[axis + 1 :], strict=True))
-    return rows[(slice(None),) * (axis + 1) + tuple(inside)]

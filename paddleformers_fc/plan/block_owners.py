@@ -164,6 +164,11 @@ class RecordedBlocks(msgspec.Struct, frozen=True, dict=True):
                 numbers[path] = found.tolist()
         return numbers
 
+    def requests(self, parts: Iterable[StoredPart]) -> Iterator[tuple[FileChecksum, list[int]]]:
+        """Yield the files and the numbers of the blocks that contain some regions."""
+        for path, numbers in self.owned([self.reads(parts, "")], 0).items():
+            yield self.files[path], numbers
+
     def _bits(self, packed: bytes) -> Bits:
         return np.frombuffer(zlib.decompress(packed) if packed else bytes(-(-self.count // 8)), np.uint8)
 

@@ -20,16 +20,7 @@ from operator import attrgetter
 import msgspec
 
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
-from paddleformers_fc.layout.roles import (
-    EMA_STATE,
-    MASTER,
-    MASTER_WEIGHT,
-    MODEL_STATE,
-    OPTIMIZER_STATE,
-    StateName,
-    StateShape,
-    split_state_name,
-)
+from paddleformers_fc.layout.roles import EMA_STATE, MASTER, MODEL_STATE, StateName, StateShape, split_state_name
 from paddleformers_fc.layout.shards import Fragment, Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import Shape, TensorMapping
 from paddleformers_fc.mapping.boxes import Box, cover_faults, whole
@@ -248,10 +239,10 @@ class Planner:
         """
         tensor, source = self._stored(role, parameter, suffix), self._source
         if source.may_cast and role == MODEL_STATE and tensor is not None and tensor.dtype != dtype:
-            tensor = self._stored(MASTER_WEIGHT, parameter, MASTER.suffix) or tensor
-        if source.may_cast and role == MASTER_WEIGHT and tensor is None:
+            tensor = self._stored(MASTER.role, parameter, MASTER.suffix) or tensor
+        if source.may_cast and role == MASTER.role and tensor is None:
             tensor = self._stored(MODEL_STATE, parameter, "")
-        if source.averaged and role in (MODEL_STATE, MASTER_WEIGHT):
+        if source.averaged and role in (MODEL_STATE, MASTER.role):
             tensor = self._stored(EMA_STATE, parameter, "") or tensor
         return tensor
 
@@ -360,31 +351,6 @@ def _stored_part(tensor: StoredTensor, index: int, box: Box) -> StoredPart:
     (file, begin), stored = tensor.offsets[index], tensor.form.boxes[index]
     shape, part = tensor.form.in_file(stored.shape, box.relative_to(stored.lo))
     return StoredPart(file, begin, shape, part, tensor.form.held_dtype)
-
-
-def regrouped(source: ReadSource) -> Iterator[str]:
-    """Yield a line for every state with one number per shard whose parameter has moved its elements.
-
-    Such a number belongs to the elements of one box, and is exact only if the same elements form a box again. Plans
-    compare the cuts, because the numbers form a tensor with one element per box; this function compares the positions,
-    which fused layers or statements change. Digests and exports of single tensors do not need it.
-
-    Args:
-        source: stored tensors and their mapping to the live model.
-    """
-    found: dict[str, str] = {}
-    for name, tensor in source.catalog.roles.get(OPTIMIZER_STATE, {}).items():
-        state = split_state_name(OPTIMIZER_STATE, name, tensor.shape)
-        if state.shape is StateShape.SHARD_NUMBER:
-            found[source.stored_aliases.get(state.parameter, state.parameter)] = state.suffix
-    for parameter, made in source.mapping.made.items() if found else ():
-        suffix = next((found[name] for name in made.names if name in found), None)
-        # With several sources, the elements of at least one are at other positions.
-        if suffix is not None and not made.template.keeps_positions:
-            yield (
-                f"{parameter}{suffix}: one number of each shard of {', '.join(made.names)}, whose elements are at "
-                "other positions in this model"
-            )
 
 
 def row_major_pieces(tensor: Shard, most_bytes: int) -> Iterator[Shard]:

@@ -38,11 +38,11 @@ from paddleformers_fc.layout.roles import (
     stored_optimizer,
 )
 from paddleformers_fc.layout.shards import Shard, shard_bytes
-from paddleformers_fc.plan.build import FillPattern, Planner, ReadSource, regrouped
+from paddleformers_fc.plan.build import FillPattern, Planner, ReadSource
 from paddleformers_fc.plan.items import ReadItem
 from paddleformers_fc.plan.report import CHECKPOINT, OPEN_WEIGHTS, Report
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model
-from paddleformers_fc.plan.sources import huggingface_source, resume_source, stored_tensors
+from paddleformers_fc.plan.sources import huggingface_source, regrouped, resume_source, stored_tensors
 from paddleformers_fc.plan.statements import statements_source
 from paddleformers_fc.storage.dtypes import dtype_size, model_dtype
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, IMAGE_BYTES

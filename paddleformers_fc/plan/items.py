@@ -5,6 +5,8 @@ A large model has a hundred thousand items per rank, so items are structs that s
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from paddleformers_fc.mapping.boxes import Box, Shape
@@ -76,14 +78,28 @@ class LoadPlan(msgspec.Struct, frozen=True):
     report: Report
 
 
-def flat_start(shape: Shape, part: Box) -> int | None:
-    """Return the index of a box's first element in a row-major tensor; None if the box is not contiguous."""
-    if part.hi == shape and not any(part.lo):
-        return 0
-    start, inside = 0, False
+def is_contiguous(shape: Shape, part: Box) -> bool:
+    """Return whether the elements of a box follow one another in a row-major tensor."""
+    inside = False
     for length, low, high in zip(shape, part.lo, part.hi, strict=True):
         if inside and high - low != length:
-            return None
+            return False
         inside = inside or high - low > 1
-        start = start * length + low
-    return start
+    return True
+
+
+def row_axis(shape: Shape) -> int:
+    """Return the first axis that is longer than one, or the last axis.
+
+    The elements between two cuts along it follow one another.
+    """
+    return next((axis for axis, length in enumerate(shape) if length > 1), max(len(shape) - 1, 0))
+
+
+def rows_around(shape: Shape, box: Box) -> tuple[int, int]:
+    """Return the range of elements of the rows that contain a box of a row-major shape."""
+    if not shape:
+        return 0, 1
+    axis = row_axis(shape)
+    row = math.prod(shape[axis + 1 :])
+    return box.lo[axis] * row, box.hi[axis] * row

@@ -37,13 +37,7 @@ from paddleformers_fc.layout.grid import (
     uniform_bounds,
     whole_shares,
 )
-from paddleformers_fc.layout.roles import (
-    MODEL_STATE,
-    NUMBER_SHAPE,
-    OPTIMIZERS,
-    OptimizerDescriptor,
-    StateShape,
-)
+from paddleformers_fc.layout.roles import MODEL_STATE, NUMBER_SHAPE, OPTIMIZERS, OptimizerDescriptor, StateShape
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import TensorSpec
 from paddleformers_fc.mapping.boxes import Box, shifted, whole

@@ -13,26 +13,16 @@ export, digest, diff              reverse(stored model -> canonical)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from msgspec import structs
 
 from paddleformers_fc.errors import Corrupt
-from paddleformers_fc.families import (
-    ModelDescription,
-    ModelTensor,
-    OptionalNames,
-    bind,
-    described_by_file,
-    family_for,
-    is_known,
-)
+from paddleformers_fc.families import ModelDescription, ModelTensor, OptionalNames, bind, family_for, is_known
 from paddleformers_fc.families.changes import contradictions
-from paddleformers_fc.families.description import shared_copies
-from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, OpenedCheckpoint
-from paddleformers_fc.layout.roles import MODEL_STATE, StateShape, split_state_name
+from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE, StateShape, split_state_name
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSources, TensorSpec, prove
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
@@ -189,16 +179,6 @@ def huggingface_source(
     return ReadSource(catalog, mapping, live.aliases if aliases is None else aliases, live.aliases), report
 
 
-def model_source(checkpoint: OpenedCheckpoint, rules: RuleSet) -> tuple[ReadSource, Report]:
-    """Return the source from opened open weights or adapters to a model with the stored dtypes.
-
-    Raises:
-        MappingError: the rules of the model cannot be proved.
-    """
-    aliases = canonical_ties(described_by_file(checkpoint.config)) | shared_copies(rules)
-    return huggingface_source(checkpoint.catalog, rules, aliases=aliases)
-
-
 def _without_absent(rules: tuple[Rule, ...], stored: Collection[str], optional: OptionalNames) -> tuple[Rule, ...]:
     """Drop the rules whose sources are all optional and missing."""
     present = {optional.group(name) for name in stored} | {None}
@@ -250,3 +230,28 @@ def canonical_names(source: ReadSource, role: str, name: str) -> list[str]:
     state = split_state_name(role, name)
     parameter = source.stored_aliases.get(state.parameter, state.parameter)
     return [target + state.suffix for target in source.mapping.readers.get(parameter, ())]
+
+
+def regrouped(source: ReadSource) -> Iterator[str]:
+    """Yield a line for every state with one number per shard whose parameter has moved its elements.
+
+    Such a number belongs to the elements of one box, and is exact only if the same elements form a box again. Plans
+    compare the cuts, because the numbers form a tensor with one element per box; this function compares the positions,
+    which fused layers or statements change. Digests and exports of single tensors do not need it.
+
+    Args:
+        source: stored tensors and their mapping to the live model.
+    """
+    found: dict[str, str] = {}
+    for name, tensor in source.catalog.roles.get(OPTIMIZER_STATE, {}).items():
+        state = split_state_name(OPTIMIZER_STATE, name, tensor.shape)
+        if state.shape is StateShape.SHARD_NUMBER:
+            found[source.stored_aliases.get(state.parameter, state.parameter)] = state.suffix
+    for parameter, made in source.mapping.made.items() if found else ():
+        suffix = next((found[name] for name in made.names if name in found), None)
+        # With several sources, the elements of at least one are at other positions.
+        if suffix is not None and not made.template.keeps_positions:
+            yield (
+                f"{parameter}{suffix}: one number of each shard of {', '.join(made.names)}, whose elements are at "
+                "other positions in this model"
+            )

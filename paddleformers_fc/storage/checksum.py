@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator
 import msgspec
 import xxhash
 
-from paddleformers_fc.errors import OptionError
 from paddleformers_fc.storage.remote import RemoteStatus
 
 _HEX = re.compile("[0-9a-f]+")
@@ -149,14 +148,9 @@ class BlockHasher:
 
     Args:
         block_bytes: length of a block in bytes; block ``i`` starts at offset ``i * block_bytes``.
-
-    Raises:
-        OptionError: ``block_bytes`` is not positive.
     """
 
     def __init__(self, block_bytes: int = DEFAULT_BLOCK_BYTES) -> None:
-        if block_bytes < 1:
-            raise OptionError(f"Invalid checksum block size {block_bytes}; a block has at least 1 byte.")
         self._block_bytes = block_bytes
         self._size = 0
         self._blocks: dict[int, _Block] = {}

@@ -18,31 +18,60 @@ import enum
 import errno
 import fcntl
 import os
+import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import xxhash
 
-from paddleformers_fc.errors import CheckpointError, Corrupt, StorageError
+from paddleformers_fc.errors import CheckpointError, Corrupt, OptionError, StorageError
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from paddleformers_fc.storage.manifest import Manifest, read_manifest
-from paddleformers_fc.storage.paths import (
-    ASIDE,
-    LOCK_NAME,
-    REMOVED,
-    UNFINISHED,
-    backup_name,
-    hidden_name,
-    parse_hidden,
-    parse_kept,
-    run_digest,
-)
+from paddleformers_fc.storage.paths import ASIDE, LOCK_NAME, REMOVED, UNFINISHED, parse_hidden
 
 _ATTEMPTS = 3
 _NAME_TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
+_KEPT = re.compile(r"kept-[0-9a-f]+\.(.+)", re.DOTALL)
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
+
+
+def hidden_name(target: Path, state: str, token: str = "") -> Path:
+    """Return the path next to ``target`` of a directory in one of the three hidden states.
+
+    Args:
+        target: the final path of the directory.
+        state: the state.
+        token: makes the name unique; a new token by default.
+
+    Raises:
+        OptionError: no directory can be renamed to the target.
+    """
+    if target.name in ("", ".."):
+        raise OptionError(
+            f"{target} has no name of its own, but a checkpoint is renamed when it is complete.",
+            where=str(target),
+            next_step="Name a directory such as checkpoint-3; nothing was written.",
+        )
+    return target.with_name(f".{target.name}.{state}-{token or secrets.token_hex(6)}")
+
+
+def run_digest(run: str) -> str:
+    """Return the prefix of a run's tokens."""
+    return xxhash.xxh3_64_hexdigest(run.encode())
+
+
+def _backup_name(target: Path) -> Path:
+    """Return a new path next to ``target`` for files of other programs that had its name."""
+    return target.with_name(f"kept-{secrets.token_hex(6)}.{target.name}")
+
+
+def _parse_kept(path: Path) -> Path | None:
+    """Return the target of a backup directory (:func:`_backup_name`); None for any other name."""
+    match = _KEPT.fullmatch(path.name)
+    return path.with_name(match[1]) if match else None
 
 
 class LockState(enum.Enum):
@@ -240,7 +269,7 @@ def _retire(aside: Path, target: Path) -> Path | None:
     with contextlib.suppress(StorageError):  # The new checkpoint is committed; recover() tries again.
         old, new = finished(aside), finished(target)
         if old is None or (new is not None and new.ties and not old.ties):
-            place = backup_name(target)
+            place = _backup_name(target)
             files.rename(aside, place)
             return place
         if new is not None:
@@ -375,7 +404,7 @@ def remove_leftover(path: Path) -> bool:
 
 def _classify(path: Path) -> Leftover | None:
     try:
-        parsed, kept = parse_hidden(path), parse_kept(path)
+        parsed, kept = parse_hidden(path), _parse_kept(path)
         if (parsed is None and kept is None) or not files.is_directory(path):
             return None
         return _classify_kept(path, kept) if parsed is None else _classify_hidden(path, *parsed)

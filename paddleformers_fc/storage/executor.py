@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain, groupby, islice
@@ -28,15 +28,10 @@ import msgspec
 import numpy as np
 import xxhash
 
-from paddleformers_fc.errors import FlexError, OptionError
+from paddleformers_fc.errors import FlexError
 from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.files import MAX_BUFFERS, OpenFile, memory_at, open_local, read_several
-from paddleformers_fc.storage.identities import (
-    NO_IDENTITIES,
-    Identities,
-    check_unreplaced,
-    check_unreplaced_meanwhile,
-)
+from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities, check_unreplaced, check_unreplaced_meanwhile
 from paddleformers_fc.storage.operations import Array, Operation, is_read_directly
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.progress import advance
@@ -80,25 +75,12 @@ class ReadOptions(msgspec.Struct, frozen=True):
         replicas: how ranks read ranges that several of them need. ``each``: every rank reads them. ``once``: every rank
             reads a share and sends it to the others. ``auto``: like ``once`` if the ranks are on many hosts.
         hosts: the host of each rank, by rank; empty if unknown.
-    Raises:
-        OptionError: a bound is below 1.
     """
 
     threads: int = 4
     staging_memory_bytes: int = DEFAULT_STAGING_MEMORY_BYTES
     replicas: str = "each"
     hosts: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.threads < 1 or self.staging_memory_bytes < 1:
-            raise OptionError(
-                "Invalid read options.",
-                evidence=[
-                    f"threads: {self.threads}",
-                    f"staging_memory_bytes: {self.staging_memory_bytes}",
-                ],
-                next_step="Set each of them to 1 or more.",
-            )
 
     @property
     def image_bytes(self) -> int:
@@ -412,38 +394,6 @@ def _fetch(file: RemoteFile, parts: Sequence[Part]) -> None:
         memory_at(address, length)[:] = memoryview(answers[number])[first : first + length]
 
 
-class StopLatch:
-    """Admits threads until it is shut; closing it waits for the threads inside.
-
-    Attributes:
-        shut: whether threads are no longer admitted, and threads inside should stop.
-    """
-
-    def __init__(self) -> None:
-        self.shut = False
-        self._inside = 0
-        self._change = threading.Condition()
-
-    @contextmanager
-    def entered(self) -> Iterator[bool]:
-        """Context manager that yields whether the thread may work: False once the latch is shut."""
-        with self._change:
-            may = not self.shut
-            self._inside += may
-        try:
-            yield may
-        finally:
-            with self._change:
-                self._inside -= may
-                self._change.notify_all()
-
-    def close(self) -> None:
-        """Shut the latch, and wait until no thread is inside."""
-        with self._change:
-            self.shut = True
-            self._change.wait_for(lambda: self._inside == 0)
-
-
 def run_workers(
     pool: ThreadPoolExecutor, threads: int, stream: Iterator[_T], work: Callable[[Callable[[], _T | None]], int]
 ) -> int:
@@ -464,31 +414,32 @@ def run_workers(
     stream = chain(first, stream)
     if threads == 1 or len(first) < 2:
         return work(lambda: next(stream, None))
-    lock, latch = threading.Lock(), StopLatch()
+    lock, ended = threading.Lock(), threading.Event()
 
     def take() -> _T | None:
         with lock:
-            return None if latch.shut else next(stream, None)
+            return None if ended.is_set() else next(stream, None)
 
     def other() -> int:
-        with latch.entered() as may:
-            try:
-                return work(take) if may else 0
-            except BaseException:
-                # An interrupt must stop the other threads as well; collecting the results raises it again.
-                latch.shut = True
-                raise
+        try:
+            return work(take)
+        except BaseException:
+            # An interrupt must stop the other threads as well; collecting the results raises it again.
+            ended.set()
+            raise
 
     futures: list[Future[int]] = []
     try:
         for _ in range(threads - 1):
             futures.append(pool.submit(other))
-        # The caller works as well, outside of the latch.
         total = work(take)
     finally:
-        # Nothing may be written after this function returns, even if an interrupt came between submit and append.
-        latch.close()
-    return total + sum(future.result() for future in futures if not future.cancel())
+        # Nothing may be written after this function returns. If an interrupt came between submit and append, the end
+        # of the pool waits for the thread.
+        ended.set()
+        begun = [future for future in futures if not future.cancel()]
+        wait(begun)
+    return total + sum(future.result() for future in begun)
 
 
 class ReadPool:

@@ -15,16 +15,9 @@ import xxhash
 
 from paddleformers_fc.errors import FormatError
 from paddleformers_fc.storage.block_checksums import compare_files
-from paddleformers_fc.storage.checksum import (
-    BLOCK_DIGEST_BYTES,
-    FileChecksum,
-    FileRecord,
-    digest_of_blocks,
-    is_hex,
-    record_faults,
-)
+from paddleformers_fc.storage.checksum import FileChecksum, FileRecord, digest_of_blocks, is_hex, record_faults
 from paddleformers_fc.storage.files import exists
-from paddleformers_fc.storage.json_io import decode_typed, read_document, read_recorded, require_seal
+from paddleformers_fc.storage.json_io import check_seal, decode_typed, read_document, read_recorded
 from paddleformers_fc.storage.paths import AnyPath
 
 CHECKSUMS_NAME = "flex_checksums.json"
@@ -55,7 +48,7 @@ class _Entry(FileRecord, frozen=True, forbid_unknown_fields=True):
         if self.block_bytes < 1 or len(self.blocks) != -(-self.size // self.block_bytes):
             blocks, size, length = len(self.blocks), self.size, self.block_bytes
             yield f"has {blocks} block checksums for {size} bytes in blocks of {length}"
-        if not all(is_hex(block, 2 * BLOCK_DIGEST_BYTES) for block in self.blocks):
+        if not all(is_hex(block, 16) for block in self.blocks):
             yield "has a malformed block checksum"
 
     @property
@@ -101,7 +94,7 @@ def read_checksums(directory: AnyPath) -> FileChecksums | None:
     document = decode_typed(_decoder, read_document(path, MAX_CHECKSUMS_BYTES), str(path), _DELETE)
     if document.format != FORMAT or document.version not in _READABLE:
         raise _malformed(path, [f"format {document.format!r} version {document.version}"])
-    require_seal(path, document.seal, _seal(document.files), restore_or_delete(directory))
+    check_seal(path, document.seal, _seal(document.files), restore_or_delete(directory))
     faults = [f"{one.path!r} {fault}" for one in document.files for fault in one.faults()]
     if faults:
         raise _malformed(path, faults)

@@ -106,7 +106,7 @@ def decode_typed(decoder: msgspec.json.Decoder[_T], raw: bytes | msgspec.Raw, wh
         raise FormatError(f"{where} is not valid: {error}.", where=where, next_step=next_step) from error
 
 
-def require_seal(path: AnyPath, recorded: str, computed: str, next_step: str) -> None:
+def check_seal(path: AnyPath, recorded: str, computed: str, next_step: str) -> None:
     """Check the checksum that a file contains of itself.
 
     Raises:

@@ -28,13 +28,7 @@ from paddleformers_fc.errors import CheckpointError, Corrupt, Diverged, FormatEr
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.block_checksums import COMPARED_AT_ONCE, compare_blocks, compare_documents
 from paddleformers_fc.storage.checksum import FileChecksum, FileRecord, is_document, record_faults, size_fault
-from paddleformers_fc.storage.json_io import (
-    decode_typed,
-    ignored_extensions,
-    read_document,
-    read_recorded,
-    require_seal,
-)
+from paddleformers_fc.storage.json_io import check_seal, decode_typed, ignored_extensions, read_document, read_recorded
 from paddleformers_fc.storage.paths import ASIDE, LOCK_NAME, AnyPath, parse_hidden, parse_step
 from paddleformers_fc.storage.remote import RemoteStatus
 
@@ -232,7 +226,7 @@ def read_manifest(directory: AnyPath) -> Manifest:
     if ignored_extensions(raw, _Sealed.__struct_encode_fields__, str(path)) or sealed.seal != seal:
         document = decode_typed(_documents, raw, str(path), _ANOTHER)
         seal = _digest({name: value for name, value in document.items() if name != "seal"})
-    require_seal(path, sealed.seal, seal, _ANOTHER)
+    check_seal(path, sealed.seal, seal, _ANOTHER)
     faults = _faults(manifest)
     if faults:
         raise FormatError(f"{path} lists invalid files.", where=str(path), evidence=faults, next_step=_ANOTHER)

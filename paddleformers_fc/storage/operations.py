@@ -22,14 +22,7 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.storage.dtypes import (
-    ScaledTensor,
-    as_float32,
-    copy_cast,
-    dtype_size,
-    to_numpy,
-    to_safetensors,
-)
+from paddleformers_fc.storage.dtypes import ScaledTensor, as_float32, copy_cast, dtype_size, to_numpy, to_safetensors
 from paddleformers_fc.storage.files import memory_at
 from paddleformers_fc.storage.paths import AnyPath
 

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias, TypeVar
 from urllib.parse import unquote
 
 import msgspec
-import xxhash
 
 from paddleformers_fc.errors import FormatError, OptionError
 
@@ -281,50 +279,13 @@ LOCK_NAME = ".flex.lock"
 """Name of the lock file inside a staging directory."""
 
 _CHECKPOINT = re.compile(r"checkpoint-([0-9]+)")
-_KEPT = re.compile(r"kept-[0-9a-f]+\.(.+)", re.DOTALL)
 _BESIDE = re.compile(rf"\.(.+)\.({UNFINISHED}|{ASIDE}|{REMOVED})-([0-9a-f]+)", re.DOTALL)
-
-
-def hidden_name(target: Path, state: str, token: str = "") -> Path:
-    """Return the path next to ``target`` of a directory in one of the three hidden states.
-
-    Args:
-        target: the final path of the directory.
-        state: the state.
-        token: makes the name unique; a new token by default.
-
-    Raises:
-        OptionError: no directory can be renamed to the target.
-    """
-    if target.name in ("", ".."):
-        raise OptionError(
-            f"{target} has no name of its own, but a checkpoint is renamed when it is complete.",
-            where=str(target),
-            next_step="Name a directory such as checkpoint-3; nothing was written.",
-        )
-    return target.with_name(f".{target.name}.{state}-{token or secrets.token_hex(6)}")
-
-
-def run_digest(run: str) -> str:
-    """Return the prefix of a run's tokens."""
-    return xxhash.xxh3_64_hexdigest(run.encode())
-
-
-def backup_name(target: Path) -> Path:
-    """Return a new path next to ``target`` for files of other programs that had its name."""
-    return target.with_name(f"kept-{secrets.token_hex(6)}.{target.name}")
 
 
 def parse_hidden(path: _P) -> tuple[_P, str, str] | None:
     """Return ``(target, state, token)`` of a directory in one of the hidden states; None for any other name."""
     match = _BESIDE.fullmatch(path.name)
     return (path.with_name(match[1]), match[2], match[3]) if match else None
-
-
-def parse_kept(path: _P) -> _P | None:
-    """Return the target of a backup directory (:func:`backup_name`); None for any other name."""
-    match = _KEPT.fullmatch(path.name)
-    return path.with_name(match[1]) if match else None
 
 
 def parse_step(path: AnyPath) -> int | None:

@@ -25,13 +25,7 @@ import msgspec
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
 from paddleformers_fc.storage.dtypes import CODES, item_size
-from paddleformers_fc.storage.files import (
-    RandomAccessWriter,
-    byte_view,
-    open_regular,
-    read_into,
-    read_range,
-)
+from paddleformers_fc.storage.files import RandomAccessWriter, byte_view, open_regular, read_into, read_range
 from paddleformers_fc.storage.json_io import parse_json
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.remote_writes import RemoteFileWriter

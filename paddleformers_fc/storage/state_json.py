@@ -5,7 +5,7 @@ of numbers. This module writes each as a JSON file. Numbers are restored bit for
 decimal text that reads back as the same float. An array includes its dtype, and infinity and NaN use Python's extension
 of JSON. Saving a value that cannot be written exactly raises an error.
 
-``trainer.rng`` and ``trainer.documents`` read and restore the values; ``formats.stock_run`` converts them.
+``trainer.documents`` reads and restores the values; ``formats.stock_run`` converts them.
 """
 
 from __future__ import annotations

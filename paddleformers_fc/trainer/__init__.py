@@ -11,20 +11,19 @@ Importing this package imports neither Paddle nor PaddleFormers. :mod:`paddlefor
 ==============================================  ===============================================================
 ``options``, ``cli_arguments``                  the options, and the command line's argument class with them
 ``entry``, ``register``                         the table of replaced methods, and the entry points
-``startup``, ``session``, ``events``            construction and checks, parts of one Trainer, events of its loop
-``save``, ``lineage``                           saves, exports, runs that share a directory
-``async_save``, ``ema``                         asynchronous saves and moving averages
-``uploads``                                     ``save_total_limit``, and uploads to an object store
-``resume``, ``loading``, ``restore``            choose a checkpoint, load it, create missing states
-``live_roles``, ``optimizers``                  tensors by role; supported optimizers, sharding stage 3
-``documents``                                   metadata files: scheduler, tokenizer, Trainer state, configuration
-``position``, ``batches``, ``rng``              position in the data, differences between runs, random states
-``description``, ``base_fingerprint``           the live configuration; the base of adapters, failed loads
+``startup``, ``session``                        construction and checks; state, events and reports of one Trainer
+``save``                                        saves, blocking and asynchronous, and exports
+``ema``, ``ema_weights``                        moving averages, and their use
+``tiers``, ``uploads``                          where a run saves, ``save_total_limit``, and an object store
+``resume``, ``loading``                         choose a checkpoint, runs that share a directory; load it
+``live_roles``, ``optimizers``                  tensors by role, missing states; optimizers, sharding stage 3
+``documents``                                   metadata files: configuration, Trainer state, random generators
+``position``                                    position in the data, differences between runs
+``description``, ``models``                     the live configuration; statements, adapters, failed loads
 ``pretrained``                                  open weights, adapters; the replaced ``from_pretrained``
 ``library``                                     the installed library and its names
-``callback``                                    best checkpoint, log lines and events
 ``rank_records``                                figures and errors for the process that starts the ranks
 ``stock_keys``                                  keys, types, choices and defaults of its command line
-``loop``                                        ``save`` and ``load`` without a Trainer
+``loop``                                        ``save``, ``load`` and ``stream`` without a Trainer
 ==============================================  ===============================================================
 """

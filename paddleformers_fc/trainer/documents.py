@@ -7,10 +7,10 @@
 ``trainer/optimizer_scheduler.json``  the optimizer's own learning-rate scheduler, if it has one
 ``trainer/scaler.json``               the loss scaler of float16 runs
 ``trainer/data.json``                 the position of the run in its data (:mod:`.position`)
-``trainer/reference.json``            the reference model of preference training (:mod:`.reference`)
+``trainer/reference.json``            the reference model of preference training
 ``trainer/ema.json``                  the moving average of the weights (:mod:`.ema`)
 ``trainer/arguments.json``            the training arguments, for readers
-``trainer/rng-00000.json``            the random generators of one process (:mod:`.rng`)
+``trainer/rng-00000.json``            the random generators of one process
 ====================================  ================================================================================
 
 All except the tokenizer are a few kilobytes. Files that other libraries write go through a temporary directory, so
@@ -26,16 +26,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
+import paddle
+from paddle.base import core
+from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
 from paddle.optimizer.lr import LRScheduler
 
 from paddleformers_fc.distributed.channel import Channel
@@ -57,19 +61,16 @@ from paddleformers_fc.layout.roles import OPTIMIZER_STATE, qualified_name
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.json_io import parse_json
+from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath, mask_credentials
-from paddleformers_fc.trainer import description
+from paddleformers_fc.storage.state_json import decode_object, encode
+from paddleformers_fc.trainer import description, library
 from paddleformers_fc.trainer.description import base_model, config_of, describe_config, describe_model
-from paddleformers_fc.trainer.library import (
-    GenerationConfig,
-    LlmMetaConfig,
-    PretrainedConfig,
-    TrainerState,
-    get_parameter_dtype,
-    unwrap_model,
-)
+from paddleformers_fc.trainer.library import GenerationConfig, PretrainedConfig, TrainerState, logger, unwrap_model
 from paddleformers_fc.trainer.optimizers import has_states, innermost
 from paddleformers_fc.trainer.options import FlexFields
+
+_T = TypeVar("_T")
 
 GENERATION = "generation_config.json"
 
@@ -119,7 +120,7 @@ def take_over(model: Any, config: Mapping[str, Any], generation: bytes | None) -
         generation: the bytes of ``generation_config.json``; None if there is none.
     """
     # Configurations that PaddleFormers wrote may also contain keys of a run.
-    run_keys = LlmMetaConfig._get_unsavable_keys() - OVERWRITTEN
+    run_keys = library.LlmMetaConfig._get_unsavable_keys() - OVERWRITTEN
     kept = {key: value for key, value in with_older_keys(config).items() if key not in run_keys}
     now = replace(of(model), config={**of(model).config, **kept})
     if kept:
@@ -279,7 +280,7 @@ def _capture_config(model: Any) -> Callable[[], dict[str, Any]]:
     config = copy.deepcopy(config_of(model))
     if not config.architectures:
         config.architectures = [type(model).__name__.removesuffix("Pipe")]
-    dtype = get_parameter_dtype(model)
+    dtype = library.get_parameter_dtype(model)
     if dtype is not None:
         config.dtype = str(dtype).rpartition(".")[2]
     config.tensor_model_parallel_size = 1
@@ -296,9 +297,9 @@ def _capture_config(model: Any) -> Callable[[], dict[str, Any]]:
     return values
 
 
-def config_text(model: Any) -> str:
-    """Return the text of ``config.json``."""
-    return _config_text(model_config(model))
+def config_text(model: Any, **changes: Any) -> str:
+    """Return the text of ``config.json``, with some values changed."""
+    return _config_text({**model_config(model), **changes})
 
 
 def _config_text(values: Mapping[str, Any]) -> str:
@@ -427,18 +428,13 @@ def own_scheduler(trainer: Any) -> Any | None:
     return scheduler if isinstance(scheduler, LRScheduler) and scheduler is not trainer.lr_scheduler else None
 
 
-def arguments_document(args: Any, optimizer: Any = None) -> bytes:
-    """Return the training arguments as JSON for readers, without secrets.
+def capture_arguments(args: Any, optimizer: Any = None) -> Callable[[], bytes]:
+    """Capture the training arguments, and return a function that returns them as JSON for readers, without secrets.
 
     Args:
         args: the training arguments.
         optimizer: the Trainer's optimizer; its class is added, because the arguments of a script may not name it.
     """
-    return capture_arguments(args, optimizer)()
-
-
-def capture_arguments(args: Any, optimizer: Any = None) -> Callable[[], bytes]:
-    """Capture the training arguments, and return a function that returns their :func:`arguments_document`."""
     chosen = {} if optimizer is None else {"optimizer": qualified_name(type(innermost(optimizer)))}
     return partial(_arguments_document, {**copy.deepcopy(_data_arguments(args)), **chosen, **args.to_dict()})
 
@@ -474,7 +470,7 @@ def _data_arguments(args: Any) -> dict[str, Any]:
 
 def own_arguments(args: Any, optimizer: Any) -> dict[str, Any]:
     """Return the training arguments of this run in the form of :func:`read_arguments`."""
-    return state_json.decode_object(arguments_document(args, optimizer), "training arguments")
+    return state_json.decode_object(capture_arguments(args, optimizer)(), "training arguments")
 
 
 _PROGRESS_FILES = (STATE, SCHEDULER, OWN_SCHEDULER, DATA, SCALER, REFERENCE, AVERAGE)
@@ -510,7 +506,7 @@ class TrainingProgress:
         scheduler: state of the learning-rate scheduler.
         scaler: state of the loss scaler; None if the saved run had none.
         data: the position in the data, see :mod:`.position`.
-        reference: the reference model's metadata, see :mod:`.reference`; None if the saved run had none.
+        reference: metadata of the reference model, see :mod:`.models`; None if the saved run had none.
         average: the moving average's metadata, see :mod:`.ema`; None if the checkpoint has none.
         own_scheduler: state of the optimizer's own scheduler; None if the checkpoint has none.
         arguments: the training arguments; empty if they are unknown.
@@ -633,13 +629,13 @@ def check_alike(saved: dict[str, Any], current: dict[str, Any], where: AnyPath) 
     faults = [
         f"{name}: {type(saved.get(name)).__name__} in place of {type(value).__name__}"
         for name, value in current.items()
-        if name not in saved or not _is_same_kind(saved[name], value)
+        if name not in saved or not _is_alike(saved[name], value)
     ]
     # Integers in these states are step counts, which determine the learning rate.
     faults += [
         f"{name}: invalid number of steps"
         for name, value in current.items()
-        if type(value) is int and _is_number(saved.get(name)) and not -1 <= saved[name] < _MOST_STEPS
+        if type(value) is int and _kind_of(saved.get(name)) is float and not -1 <= saved[name] < _MOST_STEPS
     ]
     if faults:
         raise FormatError(
@@ -650,19 +646,33 @@ def check_alike(saved: dict[str, Any], current: dict[str, Any], where: AnyPath) 
         )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+def _is_alike(one: Any, other: Any) -> bool:
+    return one is None or other is None or _kind_of(one) is _kind_of(other)
 
 
-def _is_same_kind(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return True
-    if isinstance(one, bool) or isinstance(other, bool):
-        return isinstance(one, bool) and isinstance(other, bool)
-    numbers = (int, float, np.number)
-    if isinstance(other, numbers):
-        return isinstance(one, numbers)
-    return isinstance(one, np.ndarray | list) if isinstance(other, np.ndarray) else isinstance(one, type(other))
+def _kind_of(value: Any) -> type:
+    """Return the type of a value; float for every number, and list for every array."""
+    if isinstance(value, int | float | np.number) and not isinstance(value, bool):
+        return float
+    return list if isinstance(value, np.ndarray) else type(value)
+
+
+def typed(values: Mapping[str, Any], kind: type[_T], what: str, where: AnyPath | str) -> _T:
+    """Return a decoded document as a value of its type.
+
+    Args:
+        values: the document.
+        kind: the type.
+        what: the problem of an invalid document, for the error.
+        where: the file.
+
+    Raises:
+        FormatError: the document does not have this type.
+    """
+    try:
+        return msgspec.convert(values, type=kind)
+    except ValueError as error:
+        raise FormatError(what, where=str(where), evidence=[str(error)], next_step=RESTORE) from error
 
 
 def _trainer_state(values: dict[str, Any], path: AnyPath) -> TrainerState:
@@ -688,3 +698,122 @@ def _files_written_by(writers: Iterable[Callable[[str], Any]]) -> dict[str, byte
         for write in writers:
             write(name)
         return {path.relative_to(name).as_posix(): read_file(path) for path in files_within(Path(name))}
+
+
+_TENSOR_PARALLEL_GENERATOR = "model_parallel_rng"
+
+
+_Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class _GeneratorRecord(msgspec.Struct, forbid_unknown_fields=True):
+    """A generator of Paddle. The engine's state is a text of decimal numbers, which Paddle parses without checks."""
+
+    device: _Word
+    seed: int
+    offset: int
+    engine: Annotated[str, msgspec.Meta(max_length=65536, pattern="^[0-9 ]*$")]
+
+
+class _Generators(msgspec.Struct, forbid_unknown_fields=True):
+    """The generators of one process. Python and numpy validate the fields of type Any."""
+
+    world_size: int
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    cpu: _GeneratorRecord
+    device: list[_GeneratorRecord]
+    hybrid_parallel: dict[str, list[_GeneratorRecord]]
+
+
+def capture_generators(world_size: int, hybrid: bool) -> Callable[[], bytes]:
+    """Capture the state of this process's generators, and return a function that encodes it as JSON.
+
+    Args:
+        world_size: number of processes, which must be the same at the restore.
+        hybrid: whether the hybrid-parallel tracker is in use.
+    """
+    tracked = get_rng_state_tracker().get_states_tracker() if hybrid else {}
+    captured = {
+        "world_size": world_size,
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": _to_record(core.default_cpu_generator().get_state()),
+        "device": [_to_record(state) for state in paddle.get_rng_state()],
+        "hybrid_parallel": {name: [_to_record(state) for state in states] for name, states in tracked.items()},
+    }
+    return partial(encode, captured, "random generators")
+
+
+def restore_generators(raw: bytes, where: str, world_size: int, hybrid: bool, tensor_parallel: bool) -> bool:
+    """Restore this process's generators.
+
+    Args:
+        raw: the JSON that the function of :func:`capture_generators` returns.
+        where: the file that contains it, for errors.
+        world_size: current number of processes.
+        hybrid: whether the hybrid-parallel tracker is in use.
+        tensor_parallel: whether the tensor-parallel degree is above one; its generator is unchanged otherwise.
+
+    Returns:
+        False if the number of processes has changed; nothing is restored then.
+
+    Raises:
+        FormatError: the file is damaged.
+    """
+    try:
+        state = msgspec.convert(decode_object(raw, where), type=_Generators)
+        if state.world_size != world_size:
+            return False
+        # Validate on throwaway generators: an invalid state must not leave only some generators restored.
+        random.Random().setstate(state.python)
+        np.random.RandomState().set_state(state.numpy)
+        random.setstate(state.python)
+        np.random.set_state(state.numpy)
+        _set_device(state.device)
+        core.default_cpu_generator().set_state(_to_state(state.cpu))
+        if hybrid:
+            _set_tracker(state.hybrid_parallel, tensor_parallel)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise FormatError(
+            "The state of the random generators cannot be read.",
+            where=where,
+            evidence=[f"{type(error).__name__}: {error}"],
+            next_step="The file was changed after it was written; resume from another checkpoint.",
+        ) from error
+    return True
+
+
+def _set_device(states: list[_GeneratorRecord]) -> None:
+    current = paddle.get_rng_state()
+    if len(states) != len(current):
+        logger.warning(
+            f"Random states of devices are not restored: {len(states)} were saved, and this process has {len(current)}."
+        )
+        return
+    paddle.set_rng_state([_to_state(state) for state in states])
+
+
+def _set_tracker(records: dict[str, list[_GeneratorRecord]], tensor_parallel: bool) -> None:
+    tracker = get_rng_state_tracker()
+    known = set(tracker.get_states_tracker())
+    states = {
+        name: [_to_state(record) for record in saved]
+        for name, saved in records.items()
+        if tensor_parallel or name != _TENSOR_PARALLEL_GENERATOR
+    }
+    unknown = sorted(set(states) - known)
+    if unknown:
+        logger.warning(f"These random generators do not exist under this layout and are not restored: {unknown}.")
+    tracker.set_states_tracker({name: saved for name, saved in states.items() if name in known})
+
+
+def _to_record(state: Any) -> dict[str, Any]:
+    device, seed, offset, engine = state.__getstate__()
+    return {"device": int(device), "seed": int(seed), "offset": int(offset), "engine": bytes(engine).decode("latin-1")}
+
+
+def _to_state(record: _GeneratorRecord) -> Any:
+    state = core.GeneratorState.__new__(core.GeneratorState)
+    state.__setstate__((record.device, record.seed, record.offset, list(record.engine.encode("latin-1"))))
+    return state

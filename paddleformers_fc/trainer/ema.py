@@ -24,23 +24,12 @@ import numpy as np
 import paddle
 from paddle.distributed import ShardedWeight
 
-from paddleformers_fc.errors import FormatError, MismatchError, OptionError
+from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy
 from paddleformers_fc.execute.memory import AveragedTensor, HostPieces, slot_of, update_averages, view_of
 from paddleformers_fc.execute.staging_pool import in_host_memory
 from paddleformers_fc.layout.live import dtype_name
-from paddleformers_fc.layout.roles import (
-    EMA_STATE,
-    MASTER,
-    MASTER_WEIGHT,
-    MODEL_STATE,
-    OPTIMIZER_STATE,
-    StateShape,
-    split_state_name,
-)
-from paddleformers_fc.storage.manifest import RESTORE
-from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.text import count_text
+from paddleformers_fc.layout.roles import EMA_STATE, MASTER, MODEL_STATE, OPTIMIZER_STATE, StateShape, split_state_name
 from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.optimizers import ExpectedTensor, descriptor_of, innermost
@@ -127,7 +116,7 @@ def expected_roles(roles: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str
 
 def _parts_of(roles: Mapping[str, Mapping[str, Any]]) -> dict[str, TrainedPart]:
     found: dict[str, TrainedPart] = {}
-    for name, master in roles.get(MASTER_WEIGHT, {}).items():
+    for name, master in roles.get(MASTER.role, {}).items():
         parameter = name.removesuffix(MASTER.suffix)
         found[parameter] = TrainedPart(master, master.local_tensor, is_weight=False)
     weights = roles[MODEL_STATE]
@@ -247,23 +236,6 @@ class UpdateBarrier:
 _COUNT = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
-@dataclass(frozen=True)
-class EmaSettings:
-    """The settings of an average.
-
-    Args:
-        decay: weight of the previous average, between 0 and 1.
-        interval: optimizer steps between two updates.
-    """
-
-    decay: float
-    interval: int = 1
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a step updates the average. The first step does, by copying the weights."""
-        return step == 1 or step % self.interval == 0
-
-
 class AverageDocument(msgspec.Struct, forbid_unknown_fields=True):
     """``trainer/ema.json``. Fields that PaddleFormers' own formats do not contain are None.
 
@@ -278,18 +250,12 @@ class AverageDocument(msgspec.Struct, forbid_unknown_fields=True):
     interval: _COUNT | None
 
 
-def settings_of(args: Any) -> EmaSettings | None:
-    """Return the settings in training arguments; None if they disable the average."""
-    if not args.flex_ema_decay:
-        return None
-    return EmaSettings(float(args.flex_ema_decay), args.flex_ema_interval)
-
-
 class MovingAverage:
     """The average of one Trainer's weights on this rank.
 
     Args:
-        settings: decay and interval.
+        decay: weight of the previous average, between 0 and 1.
+        interval: optimizer steps between two updates.
         parts: returns this rank's parts of the trained parameters.
         update_barrier: lets the next optimizer update wait for reads.
 
@@ -301,11 +267,12 @@ class MovingAverage:
 
     def __init__(
         self,
-        settings: EmaSettings,
+        decay: float,
+        interval: int,
         parts: Callable[[], Mapping[str, TrainedPart]],
         update_barrier: UpdateBarrier,
     ) -> None:
-        self.settings = settings
+        self._decay, self._interval = decay, interval
         self._parts, self._update_barrier = parts, update_barrier
         self._buffer = SnapshotBuffer()
         self._threads = ThreadPoolExecutor(1, "flex-ema")
@@ -351,7 +318,7 @@ class MovingAverage:
 
     def document(self) -> dict[str, Any]:
         """Return the content of ``trainer/ema.json``."""
-        return dict(msgspec.to_builtins(AverageDocument(self.step, self.settings.decay, self.settings.interval)))
+        return dict(msgspec.to_builtins(AverageDocument(self.step, self._decay, self._interval)))
 
     def allocate(self, names: Collection[str]) -> dict[str, Any]:
         """Return uninitialized averages for a load to fill.
@@ -385,8 +352,8 @@ class MovingAverage:
             )
 
     def on_step_end(self, state: Any) -> None:
-        """Begin an update if one is due. Saves of the same step come later."""
-        if self.settings.is_due(state.global_step):
+        """Begin an update if one is due; the first step copies the weights. Saves of the same step come later."""
+        if state.global_step == 1 or state.global_step % self._interval == 0:
             self._begin(state.global_step)
 
     def _begin(self, step: int) -> None:
@@ -433,7 +400,7 @@ class MovingAverage:
                 name: averaged_tensor(self.tensors[name], part, copied.get(name)) for name, part in parts.items()
             }
             update_averages([one for name, one in tensors.items() if name in new], 1.0)
-            update_averages([one for name, one in tensors.items() if name not in new], 1.0 - self.settings.decay)
+            update_averages([one for name, one in tensors.items() if name not in new], 1.0 - self._decay)
         except Exception as error:  # The next save raises it on all ranks.
             self._record_failure(step, error)
         finally:
@@ -459,40 +426,3 @@ def _check_same_geometry(name: str, average: Any, part: TrainedPart) -> None:
             where=name,
             next_step="Train one model with one optimizer. Start the job again to continue from its last checkpoint.",
         )
-
-
-def from_document(values: Mapping[str, Any], where: AnyPath) -> AverageDocument:
-    """Read the content of ``trainer/ema.json``.
-
-    Raises:
-        FormatError: the file is damaged.
-    """
-    try:
-        return msgspec.convert(values, type=AverageDocument)
-    except ValueError as error:
-        what = "Invalid description of the moving average."
-        raise FormatError(what, where=str(where), evidence=[str(error)], next_step=RESTORE) from error
-
-
-def absent_text(directory: AnyPath) -> str:
-    """Return the warning for a run with an average that resumes a checkpoint without an average."""
-    return (
-        f"{directory} has no moving average. It starts as a copy of the weights at its next update and does not "
-        "include earlier steps."
-    )
-
-
-def new_run_text(directory: AnyPath) -> str:
-    """Return the warning for a new run from the weights of a checkpoint, if both have an average."""
-    return (
-        f"The moving average of {directory} is not continued, because ignore_load_lr_and_optim starts a new run. The "
-        "average of this run starts as a copy of the weights."
-    )
-
-
-def switched_off_text(directory: AnyPath, tensors: int) -> str:
-    """Return the warning for a run without an average that resumes a checkpoint with an average."""
-    return (
-        f"{directory} has a moving average of {count_text(tensors, 'tensor')}, and this run has none: the average is "
-        "not continued, and later checkpoints do not contain it. Set flex_ema_decay to continue it."
-    )

@@ -21,14 +21,7 @@ from paddle.optimizer.lr import LambdaDecay
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, MismatchError, StorageError
-from paddleformers_fc.execute.load import (
-    LoadReport,
-    LoadTerms,
-    PreparedLoad,
-    load_consistency,
-    prepare_load,
-    whole_model,
-)
+from paddleformers_fc.execute import load as loads
 from paddleformers_fc.execute.opening import open_on_all_ranks, own_file
 from paddleformers_fc.execute.output_directory import facts_of
 from paddleformers_fc.execute.phases import PhaseTimer
@@ -37,44 +30,22 @@ from paddleformers_fc.execute.staging_pool import measured_transfers
 from paddleformers_fc.formats import OpenedCheckpoint, stock_run
 from paddleformers_fc.formats.checkpoint import REFUSE, require_average, with_tied
 from paddleformers_fc.layout.live import LiveRoles
-from paddleformers_fc.layout.roles import (
-    EMA_STATE,
-    MASTER,
-    MASTER_WEIGHT,
-    MODEL_STATE,
-    OPTIMIZER_STATE,
-)
+from paddleformers_fc.layout.roles import EMA_STATE, MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.progress_display import shown_in_training
 from paddleformers_fc.storage.commit import leftovers
 from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.paths import AnyPath, parse_named, parse_path
 from paddleformers_fc.text import count_text, fold, natural, size_text
-from paddleformers_fc.trainer import (
-    base_fingerprint,
-    batches,
-    documents,
-    ema,
-    library,
-    lineage,
-    live_roles,
-    optimizers,
-    position,
-    reference,
-    restore,
-    resume,
-    rng,
-    save,
-    save_on_signal,
-    sonic_moe,
-    startup,
-)
-from paddleformers_fc.trainer.callback import CheckpointReport, locate_best
-from paddleformers_fc.trainer.description import describe_model
+from paddleformers_fc.trainer import documents, ema, library, live_roles, models, optimizers, position, resume
+from paddleformers_fc.trainer.description import describe_model, filled_from_run
 from paddleformers_fc.trainer.library import LOAD_METHOD, logger
-from paddleformers_fc.trainer.lineage import degrees_text, parallel_degrees
 from paddleformers_fc.trainer.options import local_dir
-from paddleformers_fc.trainer.session import WAITING, Loaded, Native, Run, Session, read_options, session_of
+from paddleformers_fc.trainer.resume import degrees_text, parallel_degrees
+from paddleformers_fc.trainer.save import rotate
+from paddleformers_fc.trainer.save_on_signal import listening
+from paddleformers_fc.trainer.session import CheckpointReport, Loaded, Native, Run, Session, read_options, session_of
+from paddleformers_fc.trainer.startup import check_run
 from paddleformers_fc.trainer.tiers import Tier, unused_tier
 
 
@@ -101,11 +72,11 @@ def train(
 
     Raises:
         NotACheckpoint: there is no checkpoint, or the named directory is not a checkpoint.
-        FlexError: as :func:`.startup.check`, before the first step.
+        FlexError: as :func:`.startup.check_run`, before the first step.
     """
     session = session_of(trainer)
     model = describe_model(trainer.model)
-    tier = startup.check(session, model)
+    tier = check_run(session, model)
     if session.uploads is not None:
         session.uploads.check()
     session.run = Run(model, {"train"}, local=Tier(is_local=True, id=tier) if tier else None)
@@ -127,7 +98,7 @@ def train(
 
 def _warn_of_leftovers(session: Session) -> None:
     """Warn, on ranks that log, of directories of other saves that the next save does not delete."""
-    places = _places(session)
+    places = _search(session).places
     if not session.args.should_log:
         return
     try:
@@ -139,11 +110,6 @@ def _warn_of_leftovers(session: Session) -> None:
             f"{place} contains directories of other saves. Review and remove them with paddleformers-fc clean {place}:",
             (f"{place}/{one.name}, {size_text(one.bytes)}: {one.why}" for path, one in found if path == place),
         )
-
-
-def _places(session: Session) -> dict[str, Path]:
-    """Return the directories that a run saves to, as for :func:`.manifest.names_in`."""
-    return resume.places_of(Path(session.args.output_dir), local_dir(session.args))
 
 
 def _search(session: Session) -> resume.Search:
@@ -180,12 +146,12 @@ def _choose(args: Any, requested: str | bool | None, search: resume.Search) -> r
     return resume.open_named(parse_named(requested), args.flex_verify, search)
 
 
-def _begin_new_run(session: Session, saved: Sequence[lineage.Saved] | None = None) -> None:
+def _begin_new_run(session: Session, saved: Sequence[resume.Saved] | None = None) -> None:
     """Create the record of a new run, and warn of checkpoints of other runs in its output directory."""
     output_dir = Path(session.args.output_dir)
-    session.run.record = lineage.new_run()
-    saved = lineage.saved_in(_places(session), session.channel) if saved is None else saved
-    session.warn(lineage.new_run_warning(session.run.record, saved, output_dir))
+    session.run.record = resume.new_run()
+    saved = resume.saved_in(_search(session).places, session.channel) if saved is None else saved
+    session.warn(resume.new_run_warning(session.run.record, saved, output_dir))
 
 
 def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
@@ -193,7 +159,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
 
     Raises:
         FlexError: the same on every rank. If tensors were already being filled, the model is marked as undefined; see
-            :mod:`.base_fingerprint`.
+            :mod:`.models`.
     """
     session = session_of(trainer)
     if not session.run.ran:  # A script called this method, not train.
@@ -202,19 +168,18 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     timer = PhaseTimer({"open": choice.seconds})
     if args.should_log:
         logger.info(f"Resuming from {choice.path}")
-    with measured_transfers() as transfers, sonic_moe.filled_from_run(trainer):
+    with measured_transfers() as transfers, filled_from_run(trainer):
         session.run.model = describe_model(trainer.model)
         ready, report = _fill_chosen(session, choice, timer)
     checkpoint, progress = ready.checkpoint, ready.progress
     directory = checkpoint.catalog.root
     documents.take_over(trainer.model, checkpoint.config, checkpoint.held.get(documents.GENERATION))
     _discard_aborted_step(session)
-    stored = ready.names.of(checkpoint.catalog.roles.get(OPTIMIZER_STATE, {}))
-    session.run.loaded = Loaded(
-        directory, checkpoint.manifest, report.changes, progress, ready.generators, frozenset(stored)
-    )
+    session.run.loaded = None
     session.run.ran.add(LOAD_METHOD)
     if progress is not None:
+        states = frozenset(ready.names.of(checkpoint.catalog.roles.get(OPTIMIZER_STATE, {})))
+        session.run.loaded = Loaded(directory, checkpoint.manifest, report.changes, progress, ready.generators, states)
         _restore_progress(trainer, progress)
         _locate_best(session, directory)
     _restore_average(session, ready)
@@ -258,8 +223,8 @@ class _PreparedLoad:
     checkpoint: OpenedCheckpoint
     progress: documents.TrainingProgress | None
     generators: bytes | None
-    load: PreparedLoad
-    names: restore.LiveNames
+    load: loads.PreparedLoad
+    names: live_roles.LiveNames
 
 
 class _VerificationError(Exception):
@@ -275,7 +240,7 @@ def _verifying() -> Iterator[None]:
         raise _VerificationError from error
 
 
-def _fill_chosen(session: Session, choice: resume.Choice, timer: PhaseTimer) -> tuple[_PreparedLoad, LoadReport]:
+def _fill_chosen(session: Session, choice: resume.Choice, timer: PhaseTimer) -> tuple[_PreparedLoad, loads.LoadReport]:
     """Fill model and optimizer from the named checkpoint, or from the newest checkpoint that passes verification.
 
     A damaged tensor is found while it is filled. An older checkpoint then fills all tensors again.
@@ -300,7 +265,7 @@ def _fill_chosen(session: Session, choice: resume.Choice, timer: PhaseTimer) -> 
             _identify_run(session, ready.checkpoint.manifest, session.run.chosen)
             touched = (touched or set()) | ready.load.targets
             shown = shown_in_training(f"loading {directory.name}", session.args.should_log)
-            with _verifying(), base_fingerprint.mark_undefined_until_loaded(model, directory), shown:
+            with _verifying(), models.mark_undefined_until_loaded(model, directory), shown:
                 return ready, ready.load.fill()
         except _VerificationError as failed:
             error = failed.__cause__
@@ -357,7 +322,7 @@ def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _Pre
         _check_progress(session, progress, directory)
         _check_reference(session, progress, directory)
     handed = own_file(checkpoint, channel, documents.rng_name) if continued else None
-    terms = LoadTerms(
+    terms = loads.LoadTerms(
         args.aoa_config,
         may_change=args.flex_allow_config_changes,
         may_cast=args.flex_allow_casts,
@@ -365,11 +330,11 @@ def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _Pre
     )
     if args.aoa_config:
         weights = partial(live_roles.model_roles, session.trainer.model)
-        same = load_consistency(checkpoint, model, terms)
-        terms = structs.replace(terms, tensors=whole_model(model, weights, channel, same))
+        same = loads.load_consistency(checkpoint, model, terms)
+        terms = structs.replace(terms, tensors=loads.whole_model(model, weights, channel, same))
     live = _LiveTensors(session, checkpoint, continued, terms, handed)
     with _verifying():
-        load = prepare_load(checkpoint, live.to_fill, model, channel, options, terms, timer)
+        load = loads.prepare_load(checkpoint, live.to_fill, model, channel, options, terms, timer)
     return _PreparedLoad(checkpoint, progress, live.generators, load, live.names)
 
 
@@ -390,9 +355,9 @@ class _LiveTensors:
     session: Session
     checkpoint: OpenedCheckpoint
     continued: bool
-    terms: LoadTerms
+    terms: loads.LoadTerms
     handed: bytes | None
-    names: restore.LiveNames = field(default_factory=restore.LiveNames)
+    names: live_roles.LiveNames = field(default_factory=live_roles.LiveNames)
     generators: bytes | None = None
 
     def to_fill(self) -> LiveRoles:
@@ -411,7 +376,7 @@ class _LiveTensors:
         # PaddleFormers offloads accumulators when they are created, but master weights only after the first step.
         place_master = library.offload if trainer.args.tensorwise_offload_optimizer else None
         live = live_roles.LiveModel(trainer.model, optimizer, session.run.model, place_master)
-        found, self.names = restore.to_fill(live, checkpoint, session.run.model, self.terms, targets)
+        found, self.names = live_roles.to_fill(live, checkpoint, session.run.model, self.terms, targets)
         if self.continued and session.average is not None and stored.get(EMA_STATE):
             # A stored average has the name of its parameter; the names of master weights map it to the live model.
             masters = self.names.of({name + MASTER.suffix for name in stored[EMA_STATE]})
@@ -436,10 +401,10 @@ def _identify_run(session: Session, manifest: Manifest, choice: resume.Choice) -
     if session.args.ignore_load_lr_and_optim:
         _begin_new_run(session, choice.saved)
         return
-    places, path = _places(session), choice.path
+    places, path = _search(session).places, choice.path
     here = isinstance(path, Path) and real_path(path.parent) in map(real_path, places.values())
-    saved = choice.saved if choice.saved is not None else lineage.saved_in(places, session.channel)
-    session.run.record, text = lineage.continue_or_branch(manifest, saved, here, choice.named)
+    saved = choice.saved if choice.saved is not None else resume.saved_in(places, session.channel)
+    session.run.record, text = resume.continue_or_branch(manifest, saved, here, choice.named)
     session.warn(text)
 
 
@@ -484,12 +449,13 @@ def _check_progress(session: Session, progress: documents.TrainingProgress, dire
 
 def _check_reference(session: Session, progress: documents.TrainingProgress, directory: AnyPath) -> None:
     """Check that the saved run had the same reference model."""
-    model = reference.model_of(session.trainer)
+    model = models.reference_of(session.trainer)
     if model is None or progress.reference is None:
         return
-    saved = reference.from_document(progress.reference, directory / documents.REFERENCE)
-    session.reference = session.reference or reference.contents_of(model, session.channel)
-    reference.check_same_reference(saved, session.reference, directory, session.args.flex_allow_casts)
+    what, where = "Invalid description of the reference model.", directory / documents.REFERENCE
+    saved = documents.typed(progress.reference, models.ReferenceDocument, what, where)
+    session.reference = session.reference or models.contents_of(model, session.channel)
+    models.check_same_reference(saved, session.reference, directory, session.args.flex_allow_casts)
 
 
 def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> None:
@@ -513,23 +479,34 @@ def _restore_average(session: Session, ready: _PreparedLoad) -> None:
     """Continue the moving average of the checkpoint, or warn if only the checkpoint or only the run has one."""
     directory, stored = ready.checkpoint.catalog.root, ready.checkpoint.catalog.roles.get(EMA_STATE, {})
     values = None if ready.progress is None else ready.progress.average
-    if ready.progress is None:
-        session.warn(ema.new_run_text(directory) if stored and session.average is not None else "")
-    elif session.average is None:
-        session.warn(ema.switched_off_text(directory, len(stored)) if stored else "")
-    elif values is None or not stored:
-        session.warn(ema.absent_text(directory))
-    else:
-        session.average.restore(
-            ready.load.roles.get(EMA_STATE, {}), ema.from_document(values, directory / documents.AVERAGE)
+    if ready.progress is None and stored and session.average is not None:
+        session.warn(
+            f"The moving average of {directory} is not continued, because ignore_load_lr_and_optim starts a new run. "
+            "The average of this run starts as a copy of the weights."
         )
+    elif ready.progress is not None and stored and session.average is None:
+        session.warn(
+            f"{directory} has a moving average of {count_text(len(stored), 'tensor')}, and this run has none: the "
+            "average is not continued, and later checkpoints do not contain it. Set flex_ema_decay to continue it."
+        )
+    elif ready.progress is None or session.average is None:
+        return
+    elif values is None or not stored:
+        session.warn(
+            f"{directory} has no moving average. It starts as a copy of the weights at its next update and does not "
+            "include earlier steps."
+        )
+    else:
+        what, where = "Invalid description of the moving average.", directory / documents.AVERAGE
+        saved = documents.typed(values, ema.AverageDocument, what, where)
+        session.average.restore(ready.load.roles.get(EMA_STATE, {}), saved)
 
 
 def _discard_aborted_step(session: Session) -> None:
     """Discard the gradients and batches that an aborted step of this Trainer has left."""
     if session.has_trained:
         live_roles.drop_gradients(session.trainer.model, session.trainer.optimizer)
-    setattr(session.trainer, WAITING, [])
+    session.trainer._pp_data_buffer = []
 
 
 def _locate_best(session: Session, resumed: AnyPath) -> None:
@@ -541,7 +518,7 @@ def _locate_best(session: Session, resumed: AnyPath) -> None:
     local = local_dir(session.args)
     if local is not None and isinstance(resumed, Path) and real_path(resumed.parent) == real_path(local):
         resumed = Path(session.args.output_dir) / resumed.name  # The best checkpoint is in output_dir.
-    found = state.best_model_checkpoint = locate_best(named, resumed, session.channel)
+    found = state.best_model_checkpoint = resume.locate_best(named, resumed, session.channel)
     if found is None:
         session.warn(
             f"Missing best checkpoint: neither {named} nor a directory of that name next to {resumed} is a finished "
@@ -570,7 +547,7 @@ def inner_training_loop(
         SystemExit: the run was saved after a signal.
     """
     session = session_of(trainer)
-    saved, is_continued = _saved_data(session.run), session.run.progress is not None
+    saved = _saved_data(session.run)
     order, passes = _data(session, train_dataloader, len_dataloader, saved)
     if isinstance(saved, position.StepPosition):
         saved = saved.under(position.batch_sizes_of(args, passes), order, passes, args.dataloader_drop_last)
@@ -584,43 +561,33 @@ def inner_training_loop(
     session.warn(changes)
     start, epochs, loader = position.Start(position.Position(), 0), num_train_epochs, train_dataloader
     on_epoch_replayed = None
-    if is_continued:
+    if saved is not None:
         start = _start(session, saved, order, passes)
         done = trainer.state.global_step >= max_steps
         epochs = position.epochs_left(start, num_train_epochs, args.max_steps > 0, done)
-        loader = batches.ResumedBatches(
+        loader = position.ResumedBatches(
             train_dataloader,
             start,
             order.indexed,
             on_first_batch=lambda: _restore_generators(session),
             on_epoch_over=session.position.begin_next_epoch,
-            keep_waiting=getattr(trainer, WAITING).append,
+            keep_waiting=trainer._pp_data_buffer.append,
         )
         on_epoch_replayed = loader.expect_first
-    session.position.begin(order, passes, start, is_continued, num_train_epochs, on_epoch_replayed)
+    session.position.begin(order, passes, start, saved is not None, num_train_epochs, on_epoch_replayed)
     session.has_trained = True
     session.run.ran.add("_inner_training_loop")
     session.run.begun = trainer.state.global_step
     _define_step_variable(trainer.state.global_step)
     with (
         _uploading(session),
-        save_on_signal.listening(session),
+        listening(session),
         session.agreement.running(),
         session.best.hidden_from_loop(trainer),
         session.saver.draining(session),
     ):
-        result = native(
-            args,
-            model,
-            loader,
-            len_dataloader,
-            max_steps,
-            epochs,
-            num_update_steps_per_epoch,
-            num_train_samples,
-            None,
-            ignore_keys_for_eval,
-        )
+        counts = num_update_steps_per_epoch, num_train_samples
+        result = native(args, model, loader, len_dataloader, max_steps, epochs, *counts, None, ignore_keys_for_eval)
     if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         _load_best(session, Path(trainer.state.best_model_checkpoint))
     return result
@@ -637,17 +604,17 @@ def _uploading(session: Session) -> Iterator[None]:
     output = session.run.output
     if output.saved is not None:
         best = session.trainer.state.best_model_checkpoint
-        save.rotate(session, output, output.saved, best, output.disks, session.channel)
+        rotate(session, output, output.saved, best, output.disks, session.channel)
 
 
 def _check_training(session: Session) -> list[str]:
     """Check model and optimizer, and return this rank's trained parameters that have no states in the checkpoint."""
     model, optimizer, loaded = session.trainer.model, session.trainer.optimizer, session.run.loaded
-    base_fingerprint.check_defined(model)
+    models.check_defined(model)
     session.check_optimizer()
     if session.average is not None:
         ema.check_has_states(model, optimizer)
-    if loaded is None or loaded.progress is None or not optimizers.has_states(optimizer):
+    if loaded is None or not optimizers.has_states(optimizer):
         return []
     live = live_roles.LiveModel(model, described=session.run.model)
     return live_roles.trained_without_states(live, loaded.stored_states)
@@ -657,7 +624,7 @@ def _warn_of_missing_states(session: Session, everyone: list[list[str]]) -> None
     names, loaded = sorted({name for names in everyone for name in names}, key=natural), session.run.loaded
     if loaded is None or not names:
         return
-    has_averages = session.average is not None and loaded.progress is not None and loaded.progress.average is not None
+    has_averages = session.average is not None and loaded.progress.average is not None
     session.warn(
         f"{count_text(len(names), 'trained parameter')} {'has' if len(names) == 1 else 'have'} no optimizer states "
         f"in {loaded.directory}: frozen in the saved run, without a gradient, or new. Their states start at zero"
@@ -668,7 +635,7 @@ def _warn_of_missing_states(session: Session, everyone: list[list[str]]) -> None
 
 def _saved_data(run: Run) -> position.SavedData | position.StepPosition | None:
     """Return the data position of the resumed checkpoint; None if the run is not continued."""
-    if run.loaded is None or run.loaded.progress is None:
+    if run.loaded is None:
         return None
     return position.from_document(run.loaded.progress.data, f"{run.loaded.directory}/{documents.DATA}")
 
@@ -680,15 +647,15 @@ def _data(
 
     Ranks that receive their batches from other ranks also receive these values.
     """
-    order = batches.order_of(loader)
+    order = position.order_of(loader)
     if isinstance(saved, tuple):
         order = replace(
             order, corpus=position.digest(getattr(loader, "dataset", None), position.covered(saved[0], saved[2]))
         )
-    own = order, batches.passes_of_epoch(loader, passes)
+    own = order, position.passes_of_epoch(loader, passes)
     if not session.args.distributed_dataloader:
         return own
-    reads = not batches.receives_batches(loader)
+    reads = getattr(loader, "_need_data", True)
     everyone = all_gather_checked(
         session.channel,
         "describing the data",
@@ -699,11 +666,9 @@ def _data(
 
 
 def _start(
-    session: Session, saved: position.SavedData | None, order: position.SampleOrder, passes: int | None
+    session: Session, saved: position.SavedData, order: position.SampleOrder, passes: int | None
 ) -> position.Start:
     args = session.args
-    if saved is None:
-        return position.Start(position.Position(), 0)
     pace = position.batch_sizes_of(args, passes)
     if args.ignore_data_skip:
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
@@ -718,7 +683,7 @@ def _changes(session: Session, saved: position.SavedData, order: position.Sample
         OptionError: the run continues in the middle of an epoch whose samples have changed.
     """
     args, loaded = session.args, session.run.loaded
-    if loaded is None or loaded.progress is None or not args.should_log:
+    if loaded is None or not args.should_log:
         return ""
     done, old_pace, old_order = saved
     pace, skips = position.batch_sizes_of(args, passes), done.samples > 0 and not args.ignore_data_skip
@@ -742,10 +707,10 @@ def _load_best(session: Session, directory: Path) -> None:
     checkpoint = with_tied(open_on_all_ranks(directory, channel, args.flex_verify), args.flex_tied)
     session.settle_weights()
     roles = partial(live_roles.model_roles, model)
-    terms = LoadTerms(may_change=args.flex_allow_config_changes, may_cast=args.flex_allow_casts)
-    load = prepare_load(checkpoint, roles, describe_model(model), channel, read_options(args), terms)
+    terms = loads.LoadTerms(may_change=args.flex_allow_config_changes, may_cast=args.flex_allow_casts)
+    load = loads.prepare_load(checkpoint, roles, describe_model(model), channel, read_options(args), terms)
     shown = shown_in_training(f"loading {directory.name}", args.should_log)
-    with base_fingerprint.mark_undefined_until_loaded(model, directory), shown:
+    with models.mark_undefined_until_loaded(model, directory), shown:
         load.fill()
     if args.should_log:
         logger.info(f"The model now has the weights of its best checkpoint, {directory}.")
@@ -754,10 +719,10 @@ def _load_best(session: Session, directory: Path) -> None:
 def _restore_generators(session: Session) -> None:
     """Restore this rank's random generators, or warn if the checkpoint has none for this number of ranks."""
     args, loaded = session.args, session.run.loaded
-    if loaded is None or loaded.progress is None:
+    if loaded is None:
         return
     path, generators = loaded.directory / documents.rng_name(dist.get_rank()), loaded.generators
-    restored = generators is not None and rng.restore(
+    restored = generators is not None and documents.restore_generators(
         generators, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
     )
     if not restored:

@@ -1,4 +1,4 @@
-"""``save`` and ``load`` for a training loop without PaddleFormers' Trainer.
+"""``save``, ``load`` and ``stream`` for a training loop without PaddleFormers' Trainer.
 
 The model is any layer with ``sharded_state_dict``. Its tensors are mapped by a family (of its configuration or an
 argument), by rules of the caller, or else by name. Every rank of the job must call, and all ranks raise the same error.
@@ -6,18 +6,26 @@ The parallel degrees are those of Paddle's fleet.
 
 A *source* returns live tensors by role and name, as :class:`.layout.live.LocalTensor`. There are two: a model with its
 optimizer (``sharded_state_dict``), and a state dict of tensors with a mesh and placements.
+
+``stream`` iterates over the weights of a live model, for inference engines and exports. It describes the model as
+``save`` does, and :mod:`paddleformers_fc.execute.stream` sends the tensors. Adapters are merged by default: the small
+adapters are sent first, and receivers then add each change to its tensor of the base. :func:`push` passes a stream to
+the function of ``flex_stream``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import msgspec
+import paddle
 from msgspec import structs
 from paddle import DataParallel
 from paddle.distributed import fleet
@@ -26,32 +34,32 @@ from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParall
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
 
-from paddleformers_fc.api_arguments import (
-    COUNT_OR_ZERO,
-    DEGREES,
-    DIRECTORY,
-    FLAG,
-    THREADS,
-    Kind,
-    instance_of,
-    require,
-    require_or_none,
+from paddleformers_fc import api_arguments
+from paddleformers_fc.distributed.channel import (
+    Channel,
+    all_gather_checked,
+    gather_and_keep,
+    group_by_value,
+    run_on_all,
 )
-from paddleformers_fc.distributed.channel import all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.distributed.communicator import job_communicator
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config
 from paddleformers_fc.distributed.store_client import hosts_of_ranks
 from paddleformers_fc.errors import MismatchError, OptionError
+from paddleformers_fc.execute import stream as streams
+from paddleformers_fc.execute.export import check_dtype
 from paddleformers_fc.execute.load import LoadReport, LoadTerms, aoa_tensors, prepare_load, prepare_weights
+from paddleformers_fc.execute.merging import Merge, deltas_of
 from paddleformers_fc.execute.opening import Sent, open_sent, read_metadata
 from paddleformers_fc.execute.phases import PhaseTimer
-from paddleformers_fc.execute.save import JobRecord, SaveReport, check_ties, config_bytes, save_checkpoint
+from paddleformers_fc.execute.save import JobRecord, LivePart, SaveReport, check_ties, config_bytes, save_checkpoint
+from paddleformers_fc.execute.stream import Tensors
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, family_for, is_known, register
-from paddleformers_fc.families.description import IS_FLEET
+from paddleformers_fc.families.description import IS_FLEET, is_adapter
 from paddleformers_fc.families.stated import bind_model, check_cut_alike, model_ties, rules_by_name, without_family
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
 from paddleformers_fc.layout.live import Roles, describe_roles
-from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, ROLES
+from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet, Tie
 from paddleformers_fc.mapping.boxes import Box
@@ -60,23 +68,14 @@ from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.files import check_not_file
 from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_named, require_local
-from paddleformers_fc.trainer import (
-    adapter_checks,
-    base_fingerprint,
-    description,
-    dist_tensors,
-    live_roles,
-    optimizers,
-    own_statements,
-    restore,
-)
-from paddleformers_fc.trainer.description import OWN_RULES, describe_model
-from paddleformers_fc.trainer.library import is_a, unwrap_model
-from paddleformers_fc.trainer.restore import LayoutSource
+from paddleformers_fc.trainer import description, live_roles, models, optimizers
+from paddleformers_fc.trainer.description import OWN_RULES, base_model, describe_model
+from paddleformers_fc.trainer.library import has_adapters, is_a, unwrap_model
+from paddleformers_fc.trainer.live_roles import LayoutSource, StateDict
 
 
 def fleet_degrees(world_size: int) -> dict[str, int]:
-    """Return the degree of every parallel axis, as :func:`.lineage.parallel_degrees`.
+    """Return the degree of every parallel axis, as :func:`.resume.parallel_degrees`.
 
     Args:
         world_size: number of ranks.
@@ -99,43 +98,6 @@ def fleet_degrees(world_size: int) -> dict[str, int]:
 
 
 _WRAPPERS = (DataParallel, MetaParallelBase, GroupShardedStage2, GroupShardedStage3)
-
-
-class StateDict(msgspec.Struct, frozen=True):
-    """A source of live tensors: a state dict of tensors with a mesh and placements.
-
-    Args:
-        model: the state dict; see :func:`.dist_tensors.roles_of`.
-        aliases: names of tied weights whose states are named after the owner.
-    """
-
-    model: Mapping[str, Any]
-    aliases: frozenset[str] = frozenset()
-
-    @property
-    def is_global(self) -> bool:
-        """True: every tensor has the layout of a single device."""
-        return True
-
-    @property
-    def has_states(self) -> bool:
-        """Return whether the state dict has optimizer states."""
-        return len(self.roles()) > 1
-
-    def weights(self) -> Roles:
-        """Return the tensors of ``model_state``."""
-        return {MODEL_STATE: self.roles()[MODEL_STATE]}
-
-    def roles(self) -> Roles:
-        """Return the tensors of every role."""
-        return dist_tensors.roles_of(self.model, self.aliases)
-
-    def trained_in_half(self) -> frozenset[str]:
-        """Return the names of weights that have a master weight in the state dict."""
-        return frozenset(name.removesuffix(MASTER.suffix) for name in self.roles().get(MASTER.role, ()))
-
-    def prepare(self, stored: Collection[str]) -> None:
-        """Do nothing: under semi-automatic parallelism ``Optimizer.state_dict`` creates the states."""
 
 
 def live_source(model: Any, optimizer: Any) -> LayoutSource:
@@ -234,16 +196,16 @@ Config: TypeAlias = Any
 """A model's configuration: the content of ``config.json``, or PaddleFormers' object."""
 
 _STATES = (MASTER_WEIGHT, OPTIMIZER_STATE)
-_OPTIMIZER = Kind(
+_OPTIMIZER = api_arguments.Kind(
     "an optimizer over the parameters of the model, or None",
     lambda value: callable(getattr(value, "step", None)) and not isinstance(value, type),
 )
-_FAMILY = instance_of((str, Family), "a family or its model_type")
-_CONFIG = Kind(
+_FAMILY = api_arguments.instance_of((str, Family), "a family or its model_type")
+_CONFIG = api_arguments.Kind(
     "the content of config.json, or a configuration of PaddleFormers",
     lambda value: isinstance(value, Mapping) or is_a("PretrainedConfig", value),
 )
-_RULES = instance_of(RuleSet, "a RuleSet of paddleformers_fc.mapping")
+_RULES = api_arguments.instance_of(RuleSet, "a RuleSet of paddleformers_fc.mapping")
 
 
 def save(
@@ -285,24 +247,24 @@ def save(
     named, model = _path_first(directory, model)
 
     def check() -> Path:
-        require(DIRECTORY, directory=named)
-        require(COUNT_OR_ZERO, step=step, consumed_samples=consumed_samples)
-        require_or_none(DEGREES, parallel=parallel)
-        require_or_none(_OPTIMIZER, optimizer=optimizer)
+        api_arguments.require(api_arguments.DIRECTORY, directory=named)
+        api_arguments.require(api_arguments.COUNT_OR_ZERO, step=step, consumed_samples=consumed_samples)
+        api_arguments.require_or_none(api_arguments.DEGREES, parallel=parallel)
+        api_arguments.require_or_none(_OPTIMIZER, optimizer=optimizer)
         found = require_local(parse_named(named), "A checkpoint that is saved")
         check_not_file(found)
         return found
 
     target = run_on_all(channel, "checking the arguments of a save", check)
     if family is config is mapping is None:
-        own_statements.adopt(model, channel)
-    adapter_checks.check_supported(model, channel)
+        models.adopt_statements(model, channel)
+    models.check_adapters(model, channel)
     live_roles.wait_for_weights()
-    base_fingerprint.identify_once(model, channel)
+    models.identify_base(model, channel)
 
     def prepare() -> tuple[RankTensors, _SaveInput]:
         source, described = described_source(model, optimizer, family, config, mapping)
-        base_fingerprint.check_defined(source.model)
+        models.check_defined(source.model)
         roles = source.roles()
         if not isinstance(source, StateDict):  # A state dict may contain copies of tied tensors.
             check_ties(roles[MODEL_STATE], described)
@@ -363,13 +325,13 @@ def load(
     named, model = _path_first(directory, model)
     live_roles.wait_for_weights()
     if family is config is mapping is None:
-        own_statements.adopt(model, channel)
+        models.adopt_statements(model, channel)
 
     def begin() -> tuple[_LoadRequest, tuple[AnyPath, LayoutSource, ModelDescription]]:
-        require(DIRECTORY, directory=named)
-        require(THREADS, threads=threads)
-        require_or_none(_OPTIMIZER, optimizer=optimizer)
-        require(FLAG, allow_casts=allow_casts)
+        api_arguments.require(api_arguments.DIRECTORY, directory=named)
+        api_arguments.require(api_arguments.THREADS, threads=threads)
+        api_arguments.require_or_none(_OPTIMIZER, optimizer=optimizer)
+        api_arguments.require(api_arguments.FLAG, allow_casts=allow_casts)
         check_level(verify)
         if aoa_config is not None:
             from paddleformers_fc.aoa import read_config
@@ -386,14 +348,11 @@ def load(
     sent, tensors = everyone[0].sent, [one.tensors for one in everyone]
     facts = {"verify": verify, "allow_casts": allow_casts, "aoa_config": aoa_config or {}}
     consistency = ConsistencyCheck(f"loading {path.name}", {**facts, "config": comparable_config(described)})
-
-    def fallback_config() -> Mapping[str, Any]:
-        return described.config if is_known(described.config) else {}
-
-    opened = open_sent(path, channel, sent, verify, fallback_config, consistency).checkpoint
+    fallback = described.config if is_known(described.config) else {}
+    opened = open_sent(path, channel, sent, verify, lambda: fallback, consistency).checkpoint
     timer.end("open")
-    adapter_checks.check_supported(model, channel)
-    base_fingerprint.identify_once(model, channel)
+    models.check_adapters(model, channel)
+    models.identify_base(model, channel)
     if isinstance(source, StateDict):
         source, described = _with_stored_family(source, described, opened)
         if aoa_config or is_by_name(described):
@@ -404,7 +363,7 @@ def load(
     options = ReadOptions(threads=threads, replicas="auto", hosts=hosts_of_ranks())
     if opened.format.canonical and isinstance(source, StateDict):
         weights = run_on_all(channel, "describing the model", partial(_weights_only, source, path))
-        with base_fingerprint.mark_undefined_until_loaded(source.model, path):
+        with models.mark_undefined_until_loaded(source.model, path):
             return prepare_weights(path, weights, described, channel, options, verify, timer).fill()
     # The same on all ranks, because open_sent has compared their descriptions.
     checkpoint, described = _aligned(opened, with_rules(described, tensors), is_by_name(described), aoa_config)
@@ -413,12 +372,12 @@ def load(
     targets = ROLES if source.has_states else (MODEL_STATE,)
 
     def roles() -> Roles:
-        return restore.to_fill(source, checkpoint, described, terms, targets)[0]
+        return live_roles.to_fill(source, checkpoint, described, terms, targets)[0]
 
     load = prepare_load(checkpoint, roles, described, channel, options, terms, timer)
     if optimizer is not None and optimizers.has_states(optimizer) and not load.wanted & {*_STATES}:
         raise _missing_states(path, optimizer)
-    with base_fingerprint.mark_undefined_until_loaded(source.model, path):
+    with models.mark_undefined_until_loaded(source.model, path):
         return load.fill()
 
 
@@ -500,9 +459,9 @@ def _description(
     mapping: RuleSet | None,
 ) -> ModelDescription:
     """Describe a model by its configuration and the arguments; without a family or rules, with an empty rule set."""
-    require_or_none(_FAMILY, family=family)
-    require_or_none(_CONFIG, config=config)
-    require_or_none(_RULES, mapping=mapping)
+    api_arguments.require_or_none(_FAMILY, family=family)
+    api_arguments.require_or_none(_CONFIG, config=config)
+    api_arguments.require_or_none(_RULES, mapping=mapping)
     if mapping is not None and family is not None:
         raise OptionError("family and mapping both define the rules of a model.", next_step="Pass only one of them.")
     given = getattr(model, "config", None) if config is None else config
@@ -535,11 +494,7 @@ def _config_text(model: Any, described: ModelDescription, config: object) -> byt
     # Imported here because it imports PaddleFormers, which other models do not need.
     from paddleformers_fc.trainer import documents
 
-    written = documents.model_config(model)
-    model_type = described.config.get("model_type")
-    if written.get("model_type") == model_type:
-        return documents.config_text(model).encode()
-    return config_bytes({**written, "model_type": model_type})
+    return documents.config_text(model, model_type=described.config.get("model_type")).encode()
 
 
 def is_by_name(model: ModelDescription) -> bool:
@@ -592,3 +547,260 @@ def _assigned_names(aoa_config: Mapping[str, object], stored: RuleSet, model: Ru
         for rules in (stored, model)
     )
     return assigned_names(read_config(aoa_config), *sides)
+
+
+HOST, MODEL = "host", "model"
+_RECEIVERS = api_arguments.Kind(
+    '"all", "first" or a list of ranks',
+    lambda value: (
+        value in ("all", "first")
+        if isinstance(value, str)
+        else isinstance(value, Collection) and len(value) > 0 and all(type(one) is int and one >= 0 for one in value)
+    ),
+)
+
+
+def stream(
+    model: Any,
+    *,
+    names: Sequence[str] | None = None,
+    dtype: str | None = None,
+    to: str | Sequence[int] = "all",
+    max_bytes: int = streams.DEFAULT_BYTES,
+    device: str = HOST,
+    adapters: bool = False,
+    family: str | Family | None = None,
+    config: Config | None = None,
+    mapping: RuleSet | None = None,
+) -> Tensors:
+    """Yield the complete tensors of a live model in the names, layout and order of an export. Every rank must iterate.
+
+    The tensors are copies, which the caller may keep. Do not train the model until the stream has ended. A rank that
+    receives nothing must iterate too: it sends its parts, and its iterator yields nothing.
+
+    Args:
+        model: a layer with ``sharded_state_dict``, or its parallel wrapper; or a state dict of semi-automatic
+            parallelism.
+        names: canonical names of the tensors; None for all.
+        dtype: ``float32`` or ``bfloat16``, to which tensors of the model's dtype are cast; None for no cast.
+        to: the ranks that receive the tensors: ``all``, ``first``, or their numbers.
+        max_bytes: bound on the bytes in flight on a rank; a single tensor may exceed it.
+        device: ``host``, or ``model`` for the device of the model.
+        adapters: True to stream only the adapters of a model, under PEFT's names; otherwise they are merged into the
+            weights.
+        family: as for :func:`save`.
+        config: as for :func:`save`.
+        mapping: as for :func:`save`.
+    Yields:
+        canonical name and ``paddle.Tensor``. ``torch.from_dlpack(tensor)`` shares its memory, and so does
+        ``tensor.numpy()`` of a dtype that numpy has.
+    Raises:
+        FlexError: the same on every rank, at the call or while tensors are read.
+
+    Example:
+        >>> for name, tensor in paddleformers_fc.stream(model, to="first"):
+        ...     engine.update(name, torch.from_dlpack(tensor))
+    """
+    channel = job_communicator()
+    if family is config is mapping is None:
+        models.adopt_statements(model, channel)
+    models.check_adapters(model, channel)
+    live_roles.wait_for_weights()
+
+    def prepare() -> _Prepared:
+        api_arguments.require_or_none(api_arguments.NAMES, names=names)
+        api_arguments.require(_RECEIVERS, to=to)
+        api_arguments.require(api_arguments.COUNT, max_bytes=max_bytes)
+        api_arguments.require(api_arguments.one_of((HOST, MODEL)), device=device)
+        api_arguments.require(api_arguments.FLAG, adapters=adapters)
+        check_dtype(dtype or "")
+        selected = None if names is None else tuple(names)
+        request = streams.StreamRequest(_receivers(to, channel.world_size), selected, dtype or "", int(max_bytes))
+        source, described = described_source(model, None, family, config, mapping)
+        models.check_defined(source.model)
+        _check_adapters(described, request, adapters)
+        if mapping is not None or is_by_name(described):
+            described = structs.replace(described, config=without_family(described.config))
+        return _Prepared(described, source.weights(), request)
+
+    if has_adapters(unwrap_model(model)) and not adapters:
+        return _merged(unwrap_model(model), prepare, channel, device)
+    planned = _planned(prepare, channel)
+    return replace(planned, place=_place(planned.part.tensors, device)).tensors()
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """This rank's part of a stream.
+
+    Args:
+        model: the description of the model.
+        weights: role -> name -> live weight.
+        request: what to stream.
+    """
+
+    model: ModelDescription
+    weights: Roles
+    request: streams.StreamRequest
+
+
+class _Introduction(msgspec.Struct):
+    """What a rank sends to the others before a stream is planned.
+
+    Args:
+        request: the request as text, for comparison.
+        tensors: its tensors, if the model is mapped by name.
+        plans: the names of its cached plans.
+    """
+
+    request: str
+    tensors: RankTensors
+    plans: list[bytes]
+
+
+def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> streams.Stream:
+    """Plan a stream, with one exchange if all ranks have cached the plan. Every rank must call.
+
+    Args:
+        prepare: returns this rank's part; its errors are raised on all ranks.
+        channel: all ranks of the job.
+    """
+
+    def introduce() -> tuple[_Introduction, tuple[_Prepared, LivePart, dict[bytes, streams.StreamPlan]]]:
+        own = prepare()
+        part = streams.part_of(own.weights, own.model)
+        plans = streams.known_plans(part, own.request, channel.rank)
+        tensors = _rank_tensors(own.model, own.weights)
+        return _Introduction(repr(own.request), tensors, list(plans)), (own, part, plans)
+
+    everyone, (own, part, plans) = gather_and_keep(channel, "beginning a stream", introduce, _Introduction)
+    requests = [one.request for one in everyone]
+    if len(set(requests)) > 1:
+        raise MismatchError(
+            "The ranks ask for different streams.",
+            where="stream",
+            evidence=[group_by_value(requests)],
+            next_step="Call stream with the same arguments on every rank.",
+        )
+    part = structs.replace(part, model=with_rules(own.model, [one.tensors for one in everyone]))
+    plan = streams.plan_stream(part, own.request, plans, [one.plans for one in everyone], channel)
+    return streams.Stream(plan, part, own.request, channel)
+
+
+def _merged(model: Any, prepare: Callable[[], _Prepared], channel: Channel, device: str) -> Tensors:
+    """Yield the tensors of a model with its adapters merged. Every rank must call."""
+    models.identify_base(model, channel)
+
+    def prepare_adapters() -> _Prepared:
+        own = prepare()
+        return replace(own, request=replace(own.request, names=None, is_exported=False))
+
+    def prepare_base() -> _Prepared:
+        named = {name: one for name, one in live_roles.sharded_weights(model).items() if not is_adapter(name)}
+        return replace(prepare(), model=describe_model(base_model(model)), weights={MODEL_STATE: optimizers.cut(named)})
+
+    adapters = _planned(prepare_adapters, channel)
+    tensors = dict(replace(adapters, as_arrays=True).tensors())
+    settings = adapters.part.model.adapters
+    merge = Merge(deltas_of(tensors, adapters.plan.shared, settings), {}) if tensors and settings is not None else None
+    base = _planned(prepare_base, channel)
+    yield from replace(base, place=_place(base.part.tensors, device), merge=merge).tensors()
+
+
+Receive = Callable[[int, Tensors], object]
+"""Receives a step and the weights after it."""
+
+
+def receiver_of(args: Any, channel: Channel) -> Receive | None:
+    """Return the function of ``flex_stream`` on the first rank; None without it. Every rank must call.
+
+    Args:
+        args: training arguments.
+        channel: all ranks of the job.
+    Raises:
+        OptionError: the same on every rank: the function cannot be imported or called.
+    """
+    if not args.flex_stream:
+        return None
+    find = partial(_import_receiver, args.flex_stream["to"], channel.rank)
+    return run_on_all(channel, "looking for the function of flex_stream", find)
+
+
+def _import_receiver(named: str, rank: int) -> Receive | None:
+    """Import a function, or instantiate a class, by its dotted name on the first rank; return None on other ranks."""
+    if rank != 0:
+        return None
+    module, _, name = named.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+        receive: Receive = found() if isinstance(found, type) else found
+        if not callable(receive):
+            raise TypeError(f"it is a {type(receive).__name__}")
+    except Exception as error:  # The user's module may raise anything.
+        raise OptionError(
+            f"flex_stream cannot pass weights to {named}.",
+            where="flex_stream",
+            evidence=[f"{type(error).__name__}: {error}"],
+            next_step="Name a function, or a class whose instances can be called, of a module on PYTHONPATH.",
+        ) from error
+    return receive
+
+
+def push(trainer: Any, receive: Receive | None, channel: Channel) -> None:
+    """Pass the weights to the function of ``flex_stream`` if that is due after this step. Every rank must call.
+
+    Args:
+        trainer: the Trainer.
+        receive: the function, on the first rank.
+        channel: all ranks of the job.
+    Raises:
+        FlexError: the same on every rank: the stream or the function has failed.
+    """
+    step, steps = trainer.state.global_step, trainer.args.flex_stream.get("steps")
+    if steps and step % steps == 0:
+        live_roles.wait_for_weights(trainer.args)
+        work = partial(_receive, receive, step)
+        streams.consume(stream(trainer.model, to="first"), channel, "pushing weights", work, type(None))
+
+
+def _receive(receive: Receive | None, step: int, tensors: Tensors) -> None:
+    if receive is not None:
+        receive(step, tensors)
+
+
+def _receivers(to: str | Sequence[int], world_size: int) -> tuple[int, ...]:
+    if isinstance(to, str):
+        return tuple(range(world_size)) if to == "all" else (0,)
+    ranks = tuple(sorted(set(to)))
+    if ranks[-1] >= world_size:
+        raise OptionError(
+            f"The job has no rank {ranks[-1]}.",
+            where="to",
+            evidence=[f"its ranks are 0 to {world_size - 1}"],
+            next_step="Give ranks of the job.",
+        )
+    return ranks
+
+
+def _check_adapters(described: ModelDescription, request: streams.StreamRequest, adapters: bool) -> None:
+    """Check that a request fits the adapters of a model.
+
+    Raises:
+        OptionError: the model has no adapters, or has adapters and a dtype is requested.
+    """
+    if adapters and described.adapters is None:
+        raise OptionError("The model has no adapters.", where="adapters", next_step="Omit adapters=True.")
+    if request.dtype and described.adapters is not None:
+        raise OptionError(
+            "dtype= is not supported for a model with adapters.",
+            where="dtype",
+            next_step="Omit dtype=, and cast the received tensors.",
+        )
+
+
+def _place(weights: Roles, device: str) -> Any:
+    """Return the Paddle place of a stream's tensors; None for host memory."""
+    first = next((one.local_tensor for one in weights.get(MODEL_STATE, {}).values()), None)
+    if device == HOST or first is None or paddle.device.get_device() == "cpu":
+        return None
+    return first.place

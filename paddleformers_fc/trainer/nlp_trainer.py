@@ -22,7 +22,7 @@ from paddleformers_fc.trainer import live_roles, loading, startup
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library import LoRAModel, PretrainedModel
 from paddleformers_fc.trainer.nlp_models import resumable
-from paddleformers_fc.trainer.options import is_active
+from paddleformers_fc.trainer.options import contradiction, is_active
 from paddleformers_fc.trainer.session import Native, channel_of
 
 
@@ -45,11 +45,9 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
 def _check_no_adapters(given: Iterable[Any]) -> None:
     for one in given:
         if isinstance(one, LoRAModel):
-            raise OptionError(
-                "flex_checkpoint: true contradicts another option.",
-                where="training arguments",
-                evidence=["flex_checkpoint: true and LoRA: adapters of PaddleNLP are not supported yet"],
-                next_step="Train adapters with PaddleFormers, or remove flex_checkpoint.",
+            raise contradiction(
+                ["flex_checkpoint: true and LoRA: adapters of PaddleNLP are not supported yet"],
+                "Train adapters with PaddleFormers, or remove flex_checkpoint.",
             )
 
 

@@ -32,18 +32,10 @@ from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import
 from paddle.optimizer import Optimizer
 
 from paddleformers_fc.errors import MismatchError, OptionError
-from paddleformers_fc.layout.roles import (
-    MASTER,
-    NUMBER_SHAPE,
-    OPTIMIZER_STATE,
-    OPTIMIZERS,
-    OptimizerDescriptor,
-    StateDescriptor,
-    StateShape,
-    declared_optimizer,
-    qualified_name,
-)
+from paddleformers_fc.layout import roles
+from paddleformers_fc.layout.roles import MASTER, OPTIMIZER_STATE, OptimizerDescriptor, StateDescriptor, StateShape
 from paddleformers_fc.text import count_text
+from paddleformers_fc.trainer.options import contradiction
 
 _SLICE_PREFIX = "slice@"
 """Stage 3 names the slice of a parameter with this prefix."""
@@ -51,6 +43,29 @@ _SLICE_PREFIX = "slice@"
 _GATHERED: dict[str, tuple[Any, Any]] = TaskFlow().full_param
 """Gathered parameters and their gather tasks, by static name. All models of the process share this dict, because it is
 a mutable default argument in Paddle."""
+
+
+class BufferRange(msgspec.Struct, frozen=True):
+    """This rank's range of a parameter in a flat tensor: a buffer, a slice, or a state of one.
+
+    Args:
+        name: static name of the parameter.
+        begin: index of the first element of the range, in the parameter.
+        end: index after the last element of the range, in the parameter.
+        start: index of the first element of the range, in the flat tensor.
+    """
+
+    name: str
+    begin: int
+    end: int
+    start: int = 0
+
+    def of(self, key: str, flat: Any, weight: Any) -> Any:
+        """Return this range of a flat tensor as a ``ShardedWeight``, for the weight of the parameter."""
+        # Not an ordinary slice: without strided kernels Paddle copies, and a load would not reach the tensor.
+        own = flat._slice(self.start, self.start + self.end - self.begin).detach()
+        flattened = slice(self.begin, self.end)
+        return ShardedWeight(key, own, weight.local_shape, weight.global_shape, weight.global_offset, True, flattened)
 
 
 def is_sliced(parameter: Any) -> bool:
@@ -137,17 +152,7 @@ def _unpadded_slice(name: str, storage: Any, weight: Any) -> Any:
     size, length = math.prod(weight.local_shape), int(storage.shape[0])
     begin = min(size, length * fleet.get_hybrid_communicate_group().get_sharding_parallel_rank())
     end = min(size, begin + length)
-    if begin == end:
-        return None
-    return ShardedWeight(
-        name,
-        storage._slice(0, end - begin).detach(),
-        weight.local_shape,
-        weight.global_shape,
-        weight.global_offset,
-        is_flattened=True,
-        flattened_range=slice(begin, end),
-    )
+    return None if begin == end else BufferRange(name, begin, end).of(name, storage, weight)
 
 
 _INNER_ATTRIBUTES = ("_inner_opt", "_optim")
@@ -183,7 +188,7 @@ def descriptor_of(optimizer: Any) -> OptimizerDescriptor:
     """
     kind = type(innermost(optimizer))
     for one in kind.__mro__:
-        found = declared_optimizer(one)
+        found = roles.declared_optimizer(one)
         if found is not None and not found.unavailable:
             return found
         if not _CREATE_METHODS.isdisjoint(vars(one)):
@@ -225,11 +230,11 @@ def sharding_with_ranges(optimizer: Any) -> Any:
 
 def _undeclared(kind: type) -> OptionError:
     names = sorted({value for one in kind.__mro__ for key, value in vars(one).items() if key.endswith("_acc_str")})
-    declared = [one.short_name for one in OPTIMIZERS if not one.unavailable]
+    declared = [one.short_name for one in roles.OPTIMIZERS if not one.unavailable]
     accumulators = f"its class names the accumulators {', '.join(names)}" if names else "its class names no accumulator"
     return OptionError(
         f"flex_checkpoint: true does not support the optimizer {kind.__name__}, which is not declared.",
-        where=qualified_name(kind),
+        where=roles.qualified_name(kind),
         evidence=[f"declared are {', '.join(declared)} and the optimizers of register_optimizer", accumulators],
         next_step=f"If every state has the shape of its parameter or is one number, declare them at the start of the "
         f"script: paddleformers_fc.register_optimizer({kind.__name__}, like_parameter=[...], numbers=[...]); see "
@@ -244,8 +249,8 @@ def _check_not_nested(optimizer: Any) -> None:
     if found:
         raise OptionError(
             f"flex_checkpoint: true does not support the optimizer {type(optimizer).__name__}, which contains another.",
-            where=qualified_name(type(optimizer)),
-            evidence=[f"{name}: {qualified_name(type(value))}" for name, value in found],
+            where=roles.qualified_name(type(optimizer)),
+            evidence=[f"{name}: {roles.qualified_name(type(value))}" for name, value in found],
             next_step="Train with one optimizer; or set ignore_save_lr_and_optim: true to save weights alone.",
         )
 
@@ -262,14 +267,12 @@ def _check_unsplit_parameters(optimizer: Any, descriptor: OptimizerDescriptor) -
     else:
         return
     states = [state.paddle_name for state in descriptor.states if state.shape is StateShape.SHARD_NUMBER]
-    raise OptionError(
-        "flex_checkpoint: true contradicts another option.",
-        where="training arguments",
-        evidence=[
+    raise contradiction(
+        [
             f"flex_checkpoint: true and {key} with {descriptor.short_name}: its {', '.join(states)} is one number per "
             "local tensor, here of elements that belong together under this layout alone"
         ],
-        next_step="Use sharding stage 1 without these keys, or stage 2; or another optimizer.",
+        "Use sharding stage 1 without these keys, or stage 2; or another optimizer.",
     )
 
 
@@ -331,21 +334,19 @@ def sharded_states(optimizer: Any, weights: Mapping[str, Any], may_expect: bool 
         OptionError: the optimizer or one of its states is not declared.
         MismatchError: states wait for the first step.
     """
-    names = _names(weights)
-    fused = _fused(optimizer)
-    own, ranges = cut(weights), _ranges(optimizer, fused)
+    names, own, ranges = _names(weights), cut(weights), _ranges(optimizer)
     # Paddle describes a stack of experts, which has three axes, as a matrix.
     shapes = {one.name: tuple(one.shape) for one in _parameter_list(innermost(optimizer))}
     found: dict[str, Any] = {}
     expects = may_expect and not any(innermost(optimizer)._accumulators.values())
-    for state, buffer, full in _expected(optimizer, weights, fused) if expects else tensors(optimizer):
-        for static, tensor in _split_buffer(state, buffer, full, fused):
-            parameter = names[static]
+    for state, static, tensor in _expected(optimizer, weights, ranges) if expects else tensors(optimizer):
+        for one in ranges.get(static, [None]):
+            parameter = names[static if one is None else one.name]
             if parameter not in own:
                 continue
             weight = weights[parameter]
             shape = shapes.get(static, tuple(weight.local_shape))
-            shard = _shard(parameter + state.suffix, state, tensor, weight, ranges.get(static), shape)
+            shard = _shard(parameter + state.suffix, state, tensor, weight, one, shape)
             if shard is not None:
                 found[shard.key] = shard
     return dict(sorted(found.items()))  # Paddle's order of creation depends on the first step.
@@ -367,12 +368,12 @@ def create(
         parameters: names of the parameters that get states.
         place_master: moves a master weight in place to where the run keeps it between steps.
     """
-    names, fused = _names(weights), _fused(optimizer)
+    names, ranges = _names(weights), _ranges(optimizer)
     inner = optimizer._optim if isinstance(optimizer, GroupShardedOptimizerStage2) else optimizer
     block = paddle.base.framework.default_main_program().global_block()
     for one in _optimizer_parameters(optimizer, weights):
         static = _static(one.name)
-        if any(names.get(own.name) in parameters for own in fused.get(static, ())) or names.get(static) in parameters:
+        if any(names.get(own) in parameters for own in (static, *(part.name for part in ranges.get(static, ())))):
             # Otherwise Paddle would take states from an earlier set_state_dict, whose names may no longer match.
             innermost(optimizer)._accumulators_holder = {}
             inner._create_accumulators(block, [one])
@@ -442,60 +443,34 @@ def _buffer_slices(optimizer: Any) -> Iterator[Any]:
                 yield part
 
 
-class _FusedParameter(msgspec.Struct, frozen=True):
-    """A parameter inside a buffer that the optimizer updates as one parameter (``stage1_tensor_fusion``).
+def _ranges(optimizer: Any) -> dict[str, list[BufferRange]]:
+    """Return this rank's ranges of parameters in flat states, by the static names of the states.
 
-    Args:
-        name: its static name.
-        begin: index of its first element in the buffer.
-        size: number of elements.
+    Under ``split_param`` that is the name of the parameter, and under ``stage1_tensor_fusion`` the name of a buffer.
     """
-
-    name: str
-    begin: int
-    size: int
-
-
-def _fused(optimizer: Any) -> dict[str, list[_FusedParameter]]:
-    """Return the parameters of every fused buffer of this rank, by the buffer's static name.
-
-    Paddle has no list of them, so compare addresses: parameters share the memory of their buffer.
-    """
-    found: dict[str, list[_FusedParameter]] = {}
-    for wrapper in unwrapped(optimizer):
-        if not isinstance(wrapper, DygraphShardingOptimizer) or not has_fused_states(wrapper):
-            continue
-        for buffer in wrapper._rank2fused[wrapper._sharding_rank]:
-            width, total = buffer.element_size(), math.prod(buffer.shape)
-            for parameter in wrapper._rank2params[wrapper._sharding_rank]:
-                begin, rest = divmod(parameter.data_ptr() - buffer.data_ptr(), width)
-                if 0 <= begin < total and not rest and parameter.dtype == buffer.dtype:
-                    size = math.prod(parameter.shape)
-                    found.setdefault(buffer.name, []).append(_FusedParameter(parameter.name, begin, size))
-    return found
-
-
-def _split_buffer(
-    state: StateDescriptor, static: str, tensor: Any, fused: Mapping[str, Sequence[_FusedParameter]]
-) -> Iterator[tuple[str, Any]]:
-    """Yield each parameter of a buffer, by static name, with its part of a state. States of one number are shared."""
-    if static not in fused:
-        yield static, tensor
-    for one in fused.get(static, ()):
-        number = state.shape is StateShape.NUMBER
-        yield one.name, tensor if number else tensor._slice(one.begin, one.begin + one.size).detach()
-
-
-def _ranges(optimizer: Any, fused: Mapping[str, Sequence[_FusedParameter]]) -> dict[str, slice]:
-    """Return this rank's range of each parameter in a fused buffer without padding, by static name."""
+    found: dict[str, list[BufferRange]] = {}
     sharding = sharding_with_ranges(optimizer)
-    found = {one.name: slice(0, one.size) for parameters in fused.values() for one in parameters}
     for buffer in () if sharding is None else sharding._comm_buffer_list:
         for static, view in buffer._sharding_param_grad_view.items():
             first, size = view._index, math.prod(view._param.shape)
             begin = view._param_begin - first
-            found[static] = slice(begin, max(min(size, view._param_end - first), begin))
+            found[static] = [BufferRange(static, begin, max(min(size, view._param_end - first), begin))]
+    for wrapper in unwrapped(optimizer):
+        if isinstance(wrapper, DygraphShardingOptimizer) and has_fused_states(wrapper):
+            own = wrapper._rank2params[wrapper._sharding_rank]
+            for buffer in wrapper._rank2fused[wrapper._sharding_rank]:
+                for one in _parameters_in(buffer, own):
+                    found.setdefault(buffer.name, []).append(one)
     return found
+
+
+def _parameters_in(buffer: Any, parameters: Iterable[Any]) -> Iterator[BufferRange]:
+    """Yield the parameters of a fused buffer. Paddle has no list of them, but they share the memory of the buffer."""
+    width, total = buffer.element_size(), math.prod(buffer.shape)
+    for parameter in parameters:
+        begin, rest = divmod(parameter.data_ptr() - buffer.data_ptr(), width)
+        if 0 <= begin < total and not rest and parameter.dtype == buffer.dtype:
+            yield BufferRange(parameter.name, 0, math.prod(parameter.shape), begin)
 
 
 def tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
@@ -517,7 +492,7 @@ def tensors(optimizer: Any) -> Iterator[tuple[StateDescriptor, str, Any]]:
 
 
 def _expected(
-    optimizer: Any, weights: Mapping[str, Any], fused: Mapping[str, Sequence[_FusedParameter]]
+    optimizer: Any, weights: Mapping[str, Any], ranges: Mapping[str, Sequence[BufferRange]]
 ) -> Iterator[tuple[StateDescriptor, str, Any]]:
     """Yield what :func:`tensors` will yield after the first step if every trained parameter gets a gradient.
 
@@ -528,14 +503,14 @@ def _expected(
     updated = [
         (_static(one.name), tuple(one.shape), str(one.dtype).rpartition(".")[2])
         for one in _optimizer_parameters(optimizer, weights)
-        if _static(one.name) in trained or any(part.name in trained for part in fused.get(one.name, ()))
+        if _static(one.name) in trained or any(part.name in trained for part in ranges.get(one.name, ()))
     ]
     has_masters = bool(getattr(inner, "_multi_precision", False))
     for state in descriptor_of(optimizer).states:
         for static, shape, dtype in () if state.sometimes else updated:
             with_master = has_masters and dtype in ("bfloat16", "float16")
             if with_master or not state.half_only:
-                own = shape if state.shape is StateShape.PARAMETER else NUMBER_SHAPE
+                own = shape if state.shape is StateShape.PARAMETER else roles.NUMBER_SHAPE
                 expected = state.dtype or ("float32" if with_master else dtype)
                 yield state, static, ExpectedTensor(own, expected, place)
 
@@ -589,7 +564,7 @@ def _check_no_custom_states(optimizer: Any) -> None:
     if others:
         raise OptionError(
             f"{count_text(len(others), 'state')} of the optimizer would not be saved: only accumulators are.",
-            where=f"{qualified_name(type(optimizer))}.state_dict",
+            where=f"{roles.qualified_name(type(optimizer))}.state_dict",
             evidence=others,
             next_step="Create them with _add_accumulator, and declare them with paddleformers_fc.register_optimizer.",
         )
@@ -614,7 +589,7 @@ def _check_no_tensors_in_containers(optimizer: Any) -> None:
     if found:
         raise OptionError(
             f"{count_text(len(found), 'tensor')} of the optimizer would not be saved: only accumulators are.",
-            where=qualified_name(type(optimizer)),
+            where=roles.qualified_name(type(optimizer)),
             evidence=found[:_MOST_NAMED],
             next_step="Create them with _add_accumulator, and declare them with paddleformers_fc.register_optimizer.",
         )
@@ -639,24 +614,22 @@ def _tensors_in(value: Any, key: object = None, depth: int = 3) -> Iterator[tupl
 
 
 def _shard(
-    name: str, state: StateDescriptor, tensor: Any, weight: Any, range_: slice | None, shape: tuple[int, ...]
+    name: str, state: StateDescriptor, tensor: Any, weight: Any, range_: BufferRange | None, shape: tuple[int, ...]
 ) -> Any:
     """Return a state as a shard; None if this rank's part of the parameter is all padding."""
-    if range_ is not None and range_.stop == range_.start:
+    if range_ is not None and range_.begin == range_.end:
         return None
     if state.shape is StateShape.NUMBER:
         _check_shape(name, state, tensor, math.prod(tensor.shape) == 1)
-        return ShardedWeight(name, tensor, NUMBER_SHAPE, NUMBER_SHAPE, (0,))
+        return ShardedWeight(name, tensor, roles.NUMBER_SHAPE, roles.NUMBER_SHAPE, (0,))
     if state.shape is StateShape.SHARD_NUMBER:
         return _shard_number(name, tensor, weight)
     if is_sliced(weight.local_tensor):
         return _unpadded_slice(name, tensor, weight)
     if range_ is not None:
-        length = range_.stop - range_.start
+        length = range_.start + range_.end - range_.begin
         _check_shape(name, state, tensor, len(tensor.shape) == 1 and tensor.shape[0] >= length)
-        # Not an ordinary slice: without strided kernels Paddle copies, and a load would not reach the state.
-        own = tensor if math.prod(tensor.shape) == length else tensor._slice(0, length).detach()
-        return ShardedWeight(name, own, weight.local_shape, weight.global_shape, weight.global_offset, True, range_)
+        return range_.of(name, tensor, weight)
     _check_shape(name, state, tensor, tuple(tensor.shape) == shape)
     return ShardedWeight(name, tensor, weight.local_shape, weight.global_shape, weight.global_offset)
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from paddleformers_fc.aoa import read_config
 from paddleformers_fc.api_arguments import MOST_THREADS
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.formats.checkpoint import TIED_WAYS
@@ -57,15 +56,6 @@ _MAY_BE_OFF = {
 NO_PLACE = "none"
 """The value of ``flex_upload`` for no uploads, and of ``flex_local_dir`` for no local tier."""
 
-_SWITCHES = (
-    "flex_checkpoint",
-    "flex_allow_casts",
-    "flex_async_save",
-    "use_flex_async_save",
-    "flex_ema_evaluate",
-)
-"""Keys whose values are true or false."""
-
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -83,8 +73,18 @@ _COUNTS = {
 """Integer keys and their ranges."""
 
 
+def spelled(value: Any) -> str:
+    """Return a value in YAML's spelling."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _described(help: str, default: Any) -> dict[str, str]:
+    """Return the metadata of a field, whose help ends with its default; no value is spelled none."""
+    return {"help": f"{help} Default: {spelled(default) if default or default is False else NO_PLACE}."}
+
+
 def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata=_described(help, default))
 
 
 @dataclass
@@ -104,111 +104,91 @@ class FlexFields:
         return super().__new__(cls)
 
     flex_checkpoint: bool = _option(
-        False,
-        "Save, resume and export through paddleformers_fc: any parallel layout can resume a checkpoint. Default: "
-        "false.",
+        False, "Save, resume and export through paddleformers_fc: any parallel layout can resume a checkpoint."
     )
     flex_verify: str = _option(
         "full",
         "How thoroughly to check what is read: off, size (presence and size of every file, and the checksums of "
-        "metadata files) or full (also the checksums of all tensors, while they are read). Default: full.",
+        "metadata files) or full (also the checksums of all tensors, while they are read).",
     )
-    flex_threads: int = _option(
-        4,
-        "Threads per process for reading and verifying, 1 to 256. Default: 4.",
-    )
+    flex_threads: int = _option(4, "Threads per process for reading and verifying, 1 to 256.")
     flex_read: str = _option(
         "auto",
         "How replicas read what they share: each (everything), once (each reads a share and sends it to the others), "
-        "or auto (once if they are on at least 4 hosts). Default: auto.",
+        "or auto (once if they are on at least 4 hosts).",
     )
     flex_check_replicas: str = _option(
         "warn",
         "What to do if replicas differ at save time: off (do not compare), warn (in the log and in the checkpoint) or "
-        "refuse. Default: warn.",
+        "refuse.",
     )
     flex_tied: str = _option(
         "refuse",
         "Which copy to read or export if the stored copies of a tied tensor differ, or those of tensor-parallel ranks: "
-        "refuse (none), first or last. For the checkpoint that resume_from_checkpoint names. Default: refuse.",
+        "refuse (none), first or last. For the checkpoint that resume_from_checkpoint names.",
     )
     flex_allow_config_changes: list[str] = field(
         default_factory=list,
-        metadata={
-            "help": "Configuration keys that may change on resume although they change the meaning of weights, such as "
-            "[rope_theta]. Default: none."
-        },
+        metadata=_described(
+            "Configuration keys that may change on resume although they change the meaning of weights, such as "
+            "[rope_theta].",
+            [],
+        ),
     )
     flex_allow_casts: bool = _option(
         False,
         "Allow a different precision on resume, float32 or bfloat16: weights are read from stored master weights, and "
-        "missing master weights are filled from float32 weights. Default: false.",
+        "missing master weights are filled from float32 weights.",
     )
-    flex_timeout: int = _option(
-        1800,
-        "How many seconds ranks wait for each other, 1 to 604800. Default: 1800.",
-    )
+    flex_timeout: int = _option(1800, "How many seconds ranks wait for each other, 1 to 604800.")
     flex_max_shard_size: str = _option(
         "5GB",
         "Largest file of an export, in bytes of tensors, such as 500MB, 5GB or 4GiB; at least 1MB. A larger tensor "
-        "gets a file of its own. Default: 5GB.",
+        "gets a file of its own.",
     )
     flex_keep_every: int = _option(
-        0,
-        "Keep every checkpoint whose step is a multiple of this number, beyond save_total_limit. Default: none.",
+        0, "Keep every checkpoint whose step is a multiple of this number, beyond save_total_limit."
     )
     flex_local_dir: str = _option(
         "none",
         "Directory on every node's disk or in its memory, such as /dev/shm/run, for frequent checkpoints; the newest "
-        "two are kept. Default: none.",
+        "two are kept.",
     )
-    flex_local_steps: int = _option(
-        0,
-        "Save to flex_local_dir every N steps, except at steps that save to output_dir. Default: none.",
-    )
+    flex_local_steps: int = _option(0, "Save to flex_local_dir every N steps, except at steps that save to output_dir.")
     flex_upload: str = _option(
         "none",
-        "URL of an object store, such as s3://bucket/run, to which every checkpoint is uploaded in the background. "
-        "Default: none.",
+        "URL of an object store, such as s3://bucket/run, to which every checkpoint is uploaded in the background.",
     )
     flex_async_save: bool = _option(
-        False,
-        "Save asynchronously: training waits only for a copy of this process's shards; a thread writes them. Default: "
-        "false.",
+        False, "Save asynchronously: training waits only for a copy of this process's shards; a thread writes them."
     )
     use_flex_async_save: bool = _option(
-        False,
-        "Another name of flex_async_save, used by PaddleFormers' development branch. Default: false.",
+        False, "Another name of flex_async_save, used by PaddleFormers' development branch."
     )
     flex_stream: dict[str, Any] = field(
         default_factory=dict,
-        metadata={
-            "help": 'Pass the weights to a function every N steps, such as {"steps": 10, "to": "my_engine.push"}. '
-            "The first rank calls it with the step and an iterator over names and complete tensors. Default: none."
-        },
+        metadata=_described(
+            'Pass the weights to a function every N steps, such as {"steps": 10, "to": "my_engine.push"}. The first '
+            "rank calls it with the step and an iterator over names and complete tensors.",
+            {},
+        ),
     )
     flex_save_on_signal: str = _option(
         SAVE_SIGNALS[0],
         "On this signal, save on all processes at the same step and end with code 85: SIGTERM, SIGINT, SIGUSR2, "
-        "SIGHUP, or off. Default: SIGTERM.",
+        "SIGHUP, or off.",
     )
     flex_ema_decay: float = _option(
         0.0,
         "Decay of an exponential moving average of the trained weights in host memory, at least 0 and less than 1; 0 "
-        "for no average. Default: none.",
+        "for no average.",
     )
-    flex_ema_interval: int = _option(
-        1,
-        "Update the average every N optimizer steps. Default: 1.",
-    )
-    flex_ema_evaluate: bool = _option(
-        False,
-        "Evaluate with the averaged weights. Default: false.",
-    )
+    flex_ema_interval: int = _option(1, "Update the average every N optimizer steps.")
+    flex_ema_evaluate: bool = _option(False, "Evaluate with the averaged weights.")
     flex_unknown_versions: str = _option(
         "refuse",
         "What to do with a version of Paddle or PaddleFormers that this package is not tested with: refuse or warn. "
-        "Names and signatures that this package depends on are checked either way. Default: refuse.",
+        "Names and signatures that this package depends on are checked either way.",
     )
 
     def __post_init__(self) -> None:
@@ -239,6 +219,8 @@ FIELD_NAMES = tuple(one.name for one in fields(FlexFields))
 
 _DEFAULTS = {one.name: one.default for one in fields(FlexFields)}
 
+_SWITCHES = tuple(name for name, default in _DEFAULTS.items() if isinstance(default, bool))
+"""Keys whose values are true or false."""
 
 _EMA_ALIASES = {"zcc_save_ema_coef": "flex_ema_decay", "zcc_ema_interval": "flex_ema_interval"}
 """PaddleFormers' keys of a moving average, and this package's keys with the same meaning."""
@@ -288,6 +270,8 @@ def check_options(options: Any) -> None:
         _check_uploads_elsewhere(options, expand_user(output_dir))
         _check_tiers_separate(options, expand_user(output_dir))
     if getattr(options, "aoa_config", None) is not None:
+        from paddleformers_fc.aoa import read_config  # Most runs have no statements.
+
         read_config(options.aoa_config)
     semi_auto = SEMI_AUTO_CONFLICTS if getattr(options, "enable_auto_parallel", False) else ()
     check_conflicts(options, (*CONFLICTS, *semi_auto))
@@ -307,12 +291,17 @@ def check_conflicts(options: Any, table: Iterable[Conflict]) -> None:
     """
     conflicts = [conflict.line(options) for conflict in table if conflict.holds(options)]
     if conflicts:
-        raise OptionError(
-            "flex_checkpoint: true contradicts another option.",
-            where="training arguments",
-            evidence=conflicts,
-            next_step="Remove one of the two keys.",
-        )
+        raise contradiction(conflicts)
+
+
+def contradiction(conflicts: Sequence[str], next_step: str = "Remove one of the two keys.") -> OptionError:
+    """Return the error about options that contradict ``flex_checkpoint: true``."""
+    return OptionError(
+        "flex_checkpoint: true contradicts another option.",
+        where="training arguments",
+        evidence=conflicts,
+        next_step=next_step,
+    )
 
 
 def _check_one_average(options: Any) -> None:
@@ -644,11 +633,6 @@ class Conflict:
     def line(self, options: Any) -> str:
         """Return one line with both keys and the reason."""
         return f"flex_checkpoint: true and {self.key}: {spelled(getattr(options, self.key))}: {self.because}"
-
-
-def spelled(value: Any) -> str:
-    """Return a value in YAML's spelling."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 _OTHER_FORMAT = "the second selects another checkpoint format"

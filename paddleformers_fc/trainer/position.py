@@ -1,4 +1,4 @@
-"""The position of a run in its data, in samples, and the settings of two runs that may change the data.
+"""The position of a run in its data, in samples: saved, restored and tracked, and settings that may change the data.
 
 PaddleFormers counts optimizer steps, and so repeats or loses samples if the global batch changes on resume. Here the
 position is ``(epoch, samples of the epoch)``. It is exact because all samplers of PaddleFormers take batches from the
@@ -6,28 +6,36 @@ front of one order: after k batches, the first ``k * micro batch * data ranks`` 
 the rest of the epoch in the saved order, also if the order is rounded to another number of ranks or the data is longer.
 If seed or data differ, the trained samples are unknown, and resuming raises an error.
 
-Other changes (learning rate, corpus, tokenizer, batch) are only reported. Indexed corpora (``dataset_type: pretrain``)
-are identified by a digest of 256 samples. :mod:`.batches` tracks the position in a loop, and starts in mid-epoch.
+PaddleFormers' loop runs as if it started from the beginning. The wrapped loader (:class:`ResumedBatches`) starts the
+first epoch where the checkpoint ended, and sets the sampler's epoch instead of the loop. PaddleFormers' samplers skip
+by index. Streams, which have no index, and custom loaders are read up to the position.
 
-This module does not import Paddle.
+Other changes (learning rate, corpus, tokenizer, batch) are only reported. Indexed corpora (``dataset_type: pretrain``)
+are identified by a digest of 256 samples.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import paddle
 import xxhash
+from paddle.io import BatchSampler
 
 from paddleformers_fc.errors import FormatError, OptionError
 from paddleformers_fc.families.changes import ABSENT, Change, table, value_text
 from paddleformers_fc.storage.checksum import checksum_of
 from paddleformers_fc.storage.manifest import RESTORE, Manifest
+from paddleformers_fc.trainer import documents, library
+from paddleformers_fc.trainer.library import MappingBatchSampler, MappingDistributedBatchSampler
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 SAME_SAMPLES = (
     "Resume under settings with the same samples in the same order, or set ignore_data_skip: true to start the epoch "
@@ -50,11 +58,11 @@ class SampleOrder:
     """
 
     indexed: bool
-    length: int
+    length: _Count
     shuffled: bool
     seed: int
-    samples: int = 0
-    parts: tuple[int, ...] = ()
+    samples: _Count = 0
+    parts: tuple[_Count, ...] = ()
     corpus: str = ""
 
     @property
@@ -73,9 +81,9 @@ class BatchSizes:
         ranks: number of data-parallel ranks, which read different samples.
     """
 
-    micro_batch: int
-    accumulation: int
-    ranks: int
+    micro_batch: _Size
+    accumulation: _Size
+    ranks: _Size
 
     @property
     def per_pass(self) -> int:
@@ -102,10 +110,10 @@ class Position:
             count.
     """
 
-    epoch: int = 0
-    samples: int = 0
-    consumed: int = 0
-    waiting: int = 0
+    epoch: _Count = 0
+    samples: _Count = 0
+    consumed: _Count = 0
+    waiting: _Count = 0
     ended: bool = False
 
 
@@ -148,9 +156,9 @@ class StepPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         pace: the batch sizes; None if unknown.
     """
 
-    steps: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-    consumed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-    pace: _SavedBatchSizes | None
+    steps: _Count
+    consumed: _Count
+    pace: BatchSizes | None
 
     def under(self, pace: BatchSizes, order: SampleOrder, passes: int | None, drop_last: bool = False) -> SavedData:
         """Return the position in the data of this run, as PaddleFormers computes it from steps.
@@ -161,7 +169,7 @@ class StepPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             passes: forward passes per rank in an epoch of this run; None if unknown, as for a stream.
             drop_last: whether both runs drop a last batch that is not full.
         """
-        old = pace if self.pace is None else BatchSizes(**msgspec.structs.asdict(self.pace))
+        old = self.pace or pace
         if not order.indexed or passes is None:
             return Position(0, self.steps * old.per_step, self.consumed), old, order
         if old.ranks != pace.ranks and order.samples:
@@ -171,40 +179,25 @@ class StepPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Position(epoch, steps * old.per_step, self.consumed), old, order
 
 
-class _SavedBatchSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A :class:`BatchSizes` with positive numbers."""
-
-    micro_batch: _Size
-    accumulation: _Size
-    ranks: _Size
-
-
 def from_document(document: dict[str, Any], where: str) -> SavedData | StepPosition:
     """Decode the result of :func:`to_document`, or the position in a checkpoint of another format.
 
     Raises:
         FormatError: the document is damaged.
     """
-    try:
-        if "steps" in document:
-            return msgspec.convert(document, type=StepPosition)
-        read = msgspec.convert(document, type=_Document)
-    except ValueError as error:
-        raise FormatError(
-            "Invalid position in the data.", where=where, evidence=[str(error)], next_step=RESTORE
-        ) from error
-    order = read.order
-    numbers = [*asdict(read.position).values(), *asdict(read.pace).values(), *order.ends, order.samples]
-    faults = {
-        "Invalid position in the data: negative number.": min(numbers) < 0,
-        "Invalid order of the data: parts overlap.": list(order.ends) != sorted(set(order.ends)),
-        "Invalid position in the data: more samples wait than were read.": read.position.waiting * read.pace.per_pass
-        > read.position.samples,
-    }
-    for fault, is_found in faults.items():
-        if is_found:
-            raise FormatError(fault, where=where, evidence=[str(read)], next_step=RESTORE)
-    return read.position, read.pace, read.order
+    what = "Invalid position in the data."
+    if "steps" in document:
+        return documents.typed(document, StepPosition, what, where)
+    read = documents.typed(document, _Document, what, where)
+    position, ends = read.position, read.order.ends
+    fault = ""
+    if list(ends) != sorted(set(ends)):
+        fault = "Invalid order of the data: parts overlap."
+    elif position.waiting * read.pace.per_pass > position.samples:
+        fault = "Invalid position in the data: more samples wait than were read."
+    if fault:
+        raise FormatError(fault, where=where, evidence=[str(read)], next_step=RESTORE)
+    return position, read.pace, read.order
 
 
 @dataclass(frozen=True)
@@ -511,3 +504,328 @@ def _location(dataset: Any, index: int) -> tuple[int, ...]:
     row = int(dataset.shuffle_idx[index])
     (first, begin), (last, end) = dataset.sample_idx[row], dataset.sample_idx[row + 1]
     return int(dataset.doc_idx[first]), int(begin), int(dataset.doc_idx[last]), int(end)
+
+
+_SKIPPING = (MappingBatchSampler, MappingDistributedBatchSampler, library.DistributedBatchSampler)
+_NOTHING = object()
+
+
+def order_of(loader: Any) -> SampleOrder:
+    """Return the order in which a data loader reads samples.
+
+    Args:
+        loader: the result of ``Trainer.get_train_dataloader``.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(sampler, MappingDistributedBatchSampler):
+        seed = sampler.base_seed if sampler.shuffle else 0
+        return SampleOrder(True, sampler.total_size, bool(sampler.shuffle), seed, len(sampler.dataset))
+    if isinstance(sampler, MappingBatchSampler):
+        source = sampler.sampler
+        shuffled, length = hasattr(source, "base_seed"), len(source.data_source)
+        return SampleOrder(True, length, shuffled, source.base_seed if shuffled else 0, length)
+    if isinstance(sampler, library.DistributedBatchSampler):
+        return SampleOrder(True, sampler.total_size, False, 0)
+    return SampleOrder(False, 0, False, 0)
+
+
+def passes_of_epoch(loader: Any, length: int | None) -> int | None:
+    """Return the number of forward passes of this rank in an epoch; None if it is unknown.
+
+    The length of PaddleFormers' distributed sampler also counts a sample that its order leaves out.
+
+    Args:
+        loader: the result of ``Trainer.get_train_dataloader``.
+        length: its length.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(sampler, MappingDistributedBatchSampler):
+        return length
+    return passes_of(sampler.total_size, BatchSizes(sampler.batch_size, 1, sampler.nranks), sampler.drop_last)
+
+
+class ResumedBatches:
+    """The data loader of a resumed run, whose first epoch begins where the checkpoint ended.
+
+    Args:
+        loader: the data loader.
+        start: the position at which the run continues.
+        indexed: whether samples are skipped by index, on this rank or on the rank that sends its batches.
+        on_first_batch: restores the global random generators, from which shuffling draws. In the middle of an epoch it
+            is called between reading and training the first batch. At the start of an epoch, which the saved run had
+            not shuffled yet, it is called before the first batch is read.
+        on_epoch_over: called if the first epoch has no batch left and the next epoch replaces it, which is known of a
+            stream only after reading it.
+        keep_waiting: receives each batch that waits in a pipeline, before the first batch.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        start: Start,
+        indexed: bool,
+        on_first_batch: Callable[[], None],
+        on_epoch_over: Callable[[], None],
+        keep_waiting: Callable[[Any], None],
+    ) -> None:
+        self._loader = loader
+        self._indexed = indexed
+        self._start = start
+        self._on_first_batch = on_first_batch
+        self._is_first = True
+        self._is_begun = False
+        self._on_epoch_over = on_epoch_over
+        self._keep_waiting = keep_waiting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        skips = self._start.passes > 0
+        iterator = self._begin_epoch()
+        first = next(iterator, _NOTHING)
+        if first is _NOTHING and skips:
+            self._on_epoch_over()
+            iterator = self._begin_epoch()
+            first = next(iterator, _NOTHING)
+        for batch in () if first is _NOTHING else itertools.chain([first], iterator):
+            self._restore_once()
+            yield batch
+
+    def expect_first(self) -> None:
+        """Treat the next batch as the first one, because the saved run had trained on all batches before it."""
+        self._is_first = True
+
+    def _restore_once(self) -> None:
+        if self._is_first:
+            self._on_first_batch()
+            self._is_first = False
+
+    def _begin_epoch(self) -> Iterator[Any]:
+        position, passes, order = self._start.position, self._start.passes, self._start.order
+        epoch, samples, waiting = position.epoch, position.samples, position.waiting
+        self._start = Start(Position(epoch + 1), 0)
+        is_at_begin = passes == 0
+        if waiting:
+            samples -= waiting * (samples // passes)
+            passes -= waiting
+        sampler = getattr(self._loader, "batch_sampler", None)
+        if isinstance(sampler, _SKIPPING):
+            sampler.set_epoch(epoch, samples)
+        elif isinstance(sampler, BatchSampler) and not self._is_begun:
+            _replay_epochs(self._loader, sampler, epoch)
+        if is_at_begin:
+            self._restore_once()
+        if order is not None and isinstance(sampler, MappingBatchSampler | MappingDistributedBatchSampler):
+            iterator = _iterate_with(self._loader, _RemainingBatches(sampler, order, epoch, samples))
+        else:
+            iterator = _iterate(self._loader, epoch > 0 and not self._is_begun)
+        self._is_begun = True
+        for _ in range(0 if self._indexed else passes):
+            next(iterator, None)
+        for batch in itertools.islice(iterator, waiting):
+            self._keep_waiting(batch)
+        return iterator
+
+
+def _replay_epochs(loader: Any, sampler: BatchSampler, epochs: int) -> None:
+    """Iterate a sampler over finished epochs without reading data, so that it shuffles the next epoch as before.
+
+    Args:
+        loader: the sampler's loader.
+        sampler: a sampler that counts its epochs or draws from the global random generators.
+        epochs: number of finished epochs.
+    """
+    for epoch in range(epochs):
+        if getattr(loader, "num_workers", 0) and not (epoch and _has_persistent_workers(loader)):
+            np.random.randint(sys.maxsize)  # A loader draws a seed when it starts worker processes.
+        for _ in sampler:
+            pass
+
+
+def _has_persistent_workers(loader: Any) -> bool:
+    return bool(getattr(loader, "num_workers", 0) and getattr(loader, "_persistent_workers", False))
+
+
+def _iterate(loader: Any, had_workers: bool) -> Iterator[Any]:
+    """Return an iterator over an epoch of a loader.
+
+    Args:
+        loader: the data loader.
+        had_workers: whether the saved run had started worker processes before this epoch, unlike this run.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if not (had_workers and _has_persistent_workers(loader) and isinstance(sampler, BatchSampler)):
+        # The loader of semi-automatic parallelism is its own iterator, and calling iter() on it restarts it.
+        return (batch for batch in loader)
+    loader.batch_sampler = _SeedUndoingSampler(sampler)
+    try:
+        return (batch for batch in loader)
+    finally:
+        loader.batch_sampler = sampler
+
+
+class _SeedUndoingSampler:
+    """A sampler that shuffles as if the loader had not just drawn a seed for worker processes.
+
+    The loader of a resumed run starts persistent workers in a later epoch than the saved run did.
+    """
+
+    def __init__(self, sampler: BatchSampler) -> None:
+        self._sampler = sampler
+        self._state: Any = np.random.get_state()
+
+    def __iter__(self) -> Iterator[Any]:
+        state, self._state = self._state, None
+        if state is not None:
+            np.random.set_state(state)
+        yield from self._sampler
+
+
+def _iterate_with(loader: Any, sampler: Any) -> Iterator[Any]:
+    """Return an iterator of a loader that uses another sampler; later iterators use the loader's own."""
+    # Under distributed_dataloader the loader sends batches of an inner loader, and creates its iterator lazily.
+    reader = getattr(loader, "_dataloader", loader)
+    own, keeps = reader.batch_sampler, reader._persistent_workers
+    # With persistent workers the next epochs would reuse this iterator and its sampler.
+    reader.batch_sampler, reader._persistent_workers = sampler, False
+    try:
+        iterator: Iterator[Any] = iter(reader)
+    finally:
+        reader.batch_sampler, reader._persistent_workers = own, keeps
+    if reader is loader:
+        return iterator
+    loader._lazy_dataloader_iter = iterator
+    return iter(loader)
+
+
+class _RemainingBatches:
+    """The rest of a resumed epoch, in an order that differs from the sampler's own.
+
+    Args:
+        sampler: the sampler of this rank.
+        order: the order; each of its parts is permuted as PaddleFormers' samplers permute an epoch.
+        epoch: added to the seed.
+        samples: number of samples of the epoch, over all ranks, to leave out.
+    """
+
+    def __init__(self, sampler: Any, order: SampleOrder, epoch: int, samples: int) -> None:
+        ranks, rank = getattr(sampler, "nranks", 1), getattr(sampler, "local_rank", 0)
+        indices: list[int] = []
+        for end in order.ends:
+            paddle.seed(order.seed + epoch)
+            begin = len(indices)
+            indices += [begin + index for index in paddle.randperm(end - begin).tolist()]
+        mine = indices[: len(indices) // ranks * ranks][rank::ranks][samples // ranks :]
+        self.batch_size = sampler.batch_size
+        full = len(mine) // self.batch_size * self.batch_size
+        stop = full if sampler.drop_last else len(mine)
+        self._batches = [mine[start : start + self.batch_size] for start in range(0, stop, self.batch_size)]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches)
+
+
+class PositionTracker:
+    """Tracks the position of the training loop in its data; :class:`.session.LoopEvents` calls it.
+
+    It also corrects two values of the Trainer's state that the loop derives from steps: the consumed samples, and the
+    epoch of a run that was resumed in the middle of an epoch.
+
+    Args:
+        waiting: returns the number of batches that wait in a pipeline.
+    """
+
+    def __init__(self, waiting: Callable[[], int]) -> None:
+        self._waiting = waiting
+        self.begin(SampleOrder(False, 0, False, 0), None, Start(Position(), 0), False, 0)
+
+    def begin(
+        self,
+        order: SampleOrder,
+        passes: int | None,
+        start: Start,
+        resumed: bool,
+        epochs: int,
+        on_epoch_replayed: Callable[[], None] | None = None,
+    ) -> None:
+        """Start to track a run.
+
+        Args:
+            order: the order of the data.
+            passes: forward passes per rank in an epoch; None if unknown, as for a stream.
+            start: the position at which the run starts.
+            resumed: whether the run was resumed.
+            epochs: number of epochs of the run, including those before the resume.
+            on_epoch_replayed: called at the end of a resumed epoch whose remaining passes the saved run had made.
+        """
+        self._own_order, self._passes, self._resumed, self._epochs = order, passes, resumed, epochs
+        self.order = start.order or order
+        self._on_epoch_replayed = on_epoch_replayed
+        self._epochs_begun = self._step_at_epoch_begin = 0
+        self._counted = sys.maxsize  # The last step that the position includes; no step is counted before an epoch.
+        self.position = self._epoch_begin = start.position
+
+    def begin_next_epoch(self) -> None:
+        """Replace the resumed epoch, which has no batch left, by the next one."""
+        self.order = self._own_order
+        self.position = self._epoch_begin = Position(self._epoch_begin.epoch + 1, 0, self.position.consumed)
+
+    def catch_up(self, args: Any, state: Any) -> None:
+        """Count all steps so far: a callback may save before its step is counted, and skipped steps have no event."""
+        if state.global_step > self._counted:
+            self._count(args, state, self._waiting())
+        state.consumed_samples = self.position.consumed
+
+    def on_train_begin(self, args: Any, state: Any) -> None:
+        """Set the number of epochs of the run; the loop counts only the remaining ones."""
+        state.num_train_epochs = self._epochs
+        state.consumed_samples = self.position.consumed
+        self._set_epoch(args, state)
+
+    def on_epoch_begin(self, state: Any) -> None:
+        """Set the position to the first sample of an epoch, or to the start of the resumed epoch."""
+        if self._epochs_begun > 0:
+            self.order = self._own_order
+            self._epoch_begin = Position(self._epoch_begin.epoch + 1, 0, self.position.consumed)
+        self._epochs_begun += 1
+        self._step_at_epoch_begin = self._counted = state.global_step
+        self.position = self._epoch_begin
+
+    def on_step_end(self, args: Any, state: Any) -> None:
+        """Count the samples of a step."""
+        self._count(args, state, self._waiting())
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any) -> None:
+        """Count the samples of skipped steps (``skip_data_intervals``), for which there is no event."""
+        # A run that resumes here reads the batches after the last step once more.
+        self._count(args, state, self.position.waiting)
+        self.position = replace(self.position, ended=True)
+        if self._epoch_begin.ended and state.global_step == self._step_at_epoch_begin:
+            # The saved run already evaluated and saved at the end of this epoch.
+            control.should_evaluate = control.should_save = False
+            if self._on_epoch_replayed is not None:
+                self._on_epoch_replayed()
+
+    def _count(self, args: Any, state: Any, waiting: int) -> None:
+        begin = self._epoch_begin
+        trained = (state.global_step - self._step_at_epoch_begin) * batch_sizes_of(args).per_step
+        self.position = Position(begin.epoch, begin.samples + trained, begin.consumed + trained, waiting)
+        self._counted = state.global_step
+        state.consumed_samples = self.position.consumed
+        self._set_epoch(args, state)
+
+    def _set_epoch(self, args: Any, state: Any) -> None:
+        """Set the epoch of a resumed run; the loop assumes that the run started at the first batch of an epoch."""
+        if self._resumed:
+            pace = batch_sizes_of(args)
+            # PaddleFormers assumes that an epoch of unknown length is as long as the run.
+            passes = self._passes or state.max_steps * pace.accumulation
+            length = passes * pace.per_pass if self.order == self._own_order else self.order.length
+            state.epoch = self.position.epoch + min(1.0, self.position.samples / length)

@@ -39,72 +39,15 @@ from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.text import count_text, fold
-from paddleformers_fc.trainer import adapter_checks, base_fingerprint, documents, live_roles, own_statements
+from paddleformers_fc.trainer import documents, live_roles, models
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library import LoRAConfig, LoRAModel, PretrainedConfig, logger, unwrap_model
-from paddleformers_fc.trainer.options import FlexFields, reader_options
+from paddleformers_fc.trainer.options import FlexFields, contradiction, reader_options
 from paddleformers_fc.trainer.session import channel_of, read_options
 
-_SOURCE = "_flex_weight_source"
-_VERIFIED = ""
-
-
-def note_unverified(model: Any, loader: str) -> None:
-    """Mark a model as filled by a loader that does not check for mismatches.
-
-    Args:
-        model: a ``paddle.nn.Layer``.
-        loader: the loader's call, for the error message.
-    """
-    setattr(model, _SOURCE, loader)
-
-
-def note_verified(model: Any, completely: bool) -> None:
-    """Mark a model as filled by this package.
-
-    Args:
-        model: a ``paddle.nn.Layer``.
-        completely: whether every tensor was overwritten; this removes the marks of other loaders.
-    """
-    for layer in model.sublayers(include_self=True) if completely else ():
-        layer.__dict__.pop(_SOURCE, None)
-    if getattr(model, _SOURCE, None) is None:
-        setattr(model, _SOURCE, _VERIFIED)
-
-
-def is_verified(model: Any) -> bool:
-    """Return whether this package has filled a model."""
-    return getattr(model, _SOURCE, None) == _VERIFIED
-
-
-def check_verified(model: Any) -> None:
-    """Check that PaddleFormers' loader has filled neither a model nor any layer of it.
-
-    Raises:
-        OptionError: with every layer that it has filled.
-    """
-    layers = model.named_sublayers(include_self=True)
-    found = [f"{name or 'the model'}: {source}" for name, one in layers if (source := getattr(one, _SOURCE, _VERIFIED))]
-    if found:
-        raise OptionError(
-            "The model's weights were set by a loader that skips what does not fit, and were not checked.",
-            where="model",
-            evidence=fold(found),
-            next_step="Create the training arguments with flex_checkpoint=True, or call paddleformers_fc.install(), "
-            "before from_pretrained; or fill the model with paddleformers_fc.load_open_weights(model, directory).",
-        )
-
-
 _IGNORED = (
-    "from_hf_hub",
-    "from_aistudio",
-    "convert_from_torch",
-    "convert_from_hf",
-    "load_via_cpu",
-    "load_state_as_np",
-    "low_cpu_mem_usage",
-    "force_download",
-    "flex_ckpt_comm_method",
+    *("from_hf_hub", "from_aistudio", "convert_from_torch", "convert_from_hf", "load_via_cpu", "load_state_as_np"),
+    *("low_cpu_mem_usage", "force_download", "flex_ckpt_comm_method"),
 )
 """Arguments of ``from_pretrained`` that only PaddleFormers' own loader uses."""
 
@@ -178,7 +121,7 @@ def _from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[s
     dtype = given.pop("dtype", None)
     config, given = _configuration(cls, named, given, source)
     _check_type(cls, config, named)
-    own_statements.check_mapped(cls, config.model_type)
+    models.check_mapped(cls, config.model_type)
     _check_not_quantized(config)
     channel = channel_of(options)
     directory = run_on_all(channel, f"finding {named}", lambda: _directory(cls, str(named), config, source))
@@ -205,16 +148,16 @@ def _fill(
 ) -> LoadReport:
     if isinstance(unwrap_model(model), LoRAModel):
         return _fill_adapters(unwrap_model(model), source, channel, options, verify)
-    own_statements.adopt(model, channel)
+    models.adopt_statements(model, channel)
     described = described or run_on_all(channel, _READING, lambda: _read_description(model, source))
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
-    with base_fingerprint.mark_undefined_until_loaded(model, source):
+    with models.mark_undefined_until_loaded(model, source):
         report = load.fill()
     documents.take_over(model, *described)
     kept = all_gather_checked(channel, "reporting what was loaded", lambda: list(report.fresh), list[str])
-    note_verified(model, completely=not report.fresh)
+    models.note_verified(model, completely=not report.fresh)
     if not any(kept):
-        base_fingerprint.remember(model, source, load.identities)
+        models.remember(model, source, load.identities)
     if channel.rank == 0:
         for name in fold(sorted({name for names in kept for name in names})):
             logger.warning(f"{name} is not in {source} and keeps its initial values.")
@@ -233,9 +176,9 @@ def _fill_adapters(
     model: LoRAModel, source: AnyPath, channel: Channel, options: ReadOptions, verify: str
 ) -> LoadReport:
     """Fill the adapters of a model. The base, its configuration and its mapping stay."""
-    adapter_checks.check_supported(model, channel)
+    models.check_adapters(model, channel)
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
-    with base_fingerprint.mark_undefined_until_loaded(model, source):
+    with models.mark_undefined_until_loaded(model, source):
         return load.fill()
 
 
@@ -280,16 +223,10 @@ def _check_type(cls: Any, config: Any, named: Any) -> None:
 
 
 def _check_not_quantized(config: Any) -> None:
-    if config.quantization_config.is_weight_quantize():
-        raise OptionError(
-            "flex_checkpoint: true contradicts another option.",
-            where="training arguments",
-            evidence=[
-                "flex_checkpoint: true and weight_quantize_algo: "
-                f"{config.quantization_config.weight_quantize_algo}: quantized weights are not supported"
-            ],
-            next_step="Remove one of the two keys.",
-        )
+    quantization = config.quantization_config
+    if quantization.is_weight_quantize():
+        key = f"weight_quantize_algo: {quantization.weight_quantize_algo}"
+        raise contradiction([f"flex_checkpoint: true and {key}: quantized weights are not supported"])
 
 
 def _directory(cls: Any, named: str, config: Any, source: dict[str, Any]) -> AnyPath:
@@ -454,7 +391,7 @@ def replaced_from_pretrained(owner: Any) -> Any:
             return _from_pretrained(cls, pretrained_model_name_or_path, given, kwargs)
         model = original(cls, pretrained_model_name_or_path, *args, **kwargs)
         if isinstance(model, Layer):
-            note_unverified(model, f"{cls.__name__}.from_pretrained({str(pretrained_model_name_or_path)!r})")
+            models.note_unverified(model, f"{cls.__name__}.from_pretrained({str(pretrained_model_name_or_path)!r})")
         return model
 
     return classmethod(from_pretrained)

@@ -1,7 +1,7 @@
 """Status files: each rank writes its progress, process id and error for the process that started it.
 
 That process sets the environment variable :data:`RECORDS` to a directory, and reads these files instead of parsing
-logs. :class:`.callback.ProgressRecorder` writes the progress. This module does not import Paddle.
+logs. :class:`.session.ProgressRecorder` writes the progress. This module does not import Paddle.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from paddleformers_fc.errors import EnvironmentMismatch
+
 PATH = Path(__file__).resolve()
 """The path for ``custom_register_path``."""
 
@@ -33,7 +35,6 @@ def register() -> None:
     """
     from paddleformers_fc import upstream
     from paddleformers_fc.cpu_runtime import activate, needed
-    from paddleformers_fc.errors import EnvironmentMismatch
     from paddleformers_fc.trainer.rank_records import begin_record
     from paddleformers_fc.upstream.hooks import COMMAND_LINES, TRAINERS
 
@@ -68,7 +69,6 @@ def _continue_without(error: Exception) -> None:
     """Leave PaddleFormers unchanged, except for the CPU runtime and a parser that accepts our keys."""
     from paddleformers_fc import upstream
     from paddleformers_fc.cpu_runtime import activate
-    from paddleformers_fc.errors import EnvironmentMismatch
 
     with contextlib.suppress(EnvironmentMismatch):  # ``error`` lists the same faults.
         activate()

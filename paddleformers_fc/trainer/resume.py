@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a run resumes, and open it.
+"""Choose the checkpoint that a run resumes, and open it; and which run saved which checkpoint.
 
 Output directories of ranks may be on different disks. All ranks choose the same step: the newest checkpoint of which
 every file is visible to some rank, in ``output_dir`` or in the local tier (:mod:`.tiers`). An automatic resume skips
@@ -7,13 +7,20 @@ is always an error, because resuming an older checkpoint after a failed mount wo
 
 Cost: two exchanges. In the first, the coordinator broadcasts the metadata of its newest checkpoint (or the named one)
 and the runs of all checkpoints that it sees. In the second, all ranks open it and exchange the names on other disks.
+
+Every manifest records the id of its run and the runs that it branches from. A restart that resumes the last checkpoint
+continues the run. A resume from an older step, or into another output directory, starts a new run that branches from
+the old one. An output directory may then contain checkpoints of both runs, and the newest step may belong to the old
+run. The log therefore names both runs, at the branch and at every later automatic resume.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,7 +29,7 @@ from typing import Any
 import msgspec
 
 from paddleformers_fc.distributed.channel import ALONE, Channel, all_gather_checked, broadcast, run_on_all
-from paddleformers_fc.errors import CheckpointError, Diverged, MismatchError, NotACheckpoint
+from paddleformers_fc.errors import CheckpointError, Diverged, MismatchError, NotACheckpoint, StorageError
 from paddleformers_fc.execute.opening import Sent, open_newest, open_on_all_ranks, open_sent, read_metadata
 from paddleformers_fc.formats.checkpoint import MAPPING_NAME, OpenedCheckpoint, not_a_flex_checkpoint
 from paddleformers_fc.formats.registry import format_of, is_resumable, saved_run
@@ -31,16 +38,18 @@ from paddleformers_fc.storage.commit import recover
 from paddleformers_fc.storage.files import exists, is_directory, list_directory
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
+    Branch,
+    Manifest,
+    RunRecord,
     candidates,
     candidates_in,
     first_usable,
     located,
     names_in,
     newest_checkpoint,
+    read_saved_by,
 )
 from paddleformers_fc.storage.paths import UNFINISHED, AnyPath, parse_hidden, parse_step
-from paddleformers_fc.trainer import lineage
-from paddleformers_fc.trainer.lineage import Saved, Seen
 
 _SEARCHING = "looking for checkpoints"
 _DAMAGED = "is damaged"
@@ -125,20 +134,6 @@ def find_newest(
     return first_usable(_paths(_names_on_all(places, channel), places, channel), check)
 
 
-class _Listed(msgspec.Struct):
-    """What the coordinator finds in its directories.
-
-    Args:
-        seen: the checkpoints.
-        first: the name of the newest candidate; empty without one.
-        sent: the metadata of that one, or of the named one; None if it cannot be read.
-    """
-
-    seen: Seen
-    first: str = ""
-    sent: Sent | None = None
-
-
 def _open_usable(
     search: Search, without: Collection[Path]
 ) -> tuple[OpenedCheckpoint | None, list[tuple[Path, str]], list[Saved]]:
@@ -150,16 +145,16 @@ def _open_usable(
     """
     channel, places = search.channel, search.places
 
-    def list_own() -> _Listed:
-        listed = _Listed(lineage.look(places, channel))
-        first = next((name for name in listed.seen.names if located(name, places) not in without), "")
+    def list_own() -> Seen:
+        listed = look(places, channel)
+        first = next((name for name in listed.names if located(name, places) not in without), "")
         if first and parse_hidden(Path(first)) is None:
             with suppress(CheckpointError):  # The reasons below include it.
                 listed.sent = read_metadata(located(first, places), search.documents)
                 listed.first = first
         return listed
 
-    listed, opened = broadcast(channel, _SEARCHING, list_own, _Listed), dict[Path, OpenedCheckpoint]()
+    listed, opened = broadcast(channel, _SEARCHING, list_own, Seen), dict[Path, OpenedCheckpoint]()
     failed: dict[Path, CheckpointError | Diverged] = {}
     everyone: Sequence[list[str]] = ()
     if listed.sent is not None and listed.sent.metadata is not None:
@@ -174,7 +169,7 @@ def _open_usable(
             if search.local_dir is not None:
                 everyone = opening.names
             elif opening.is_shared:
-                return opened[first], [], listed.seen.saved
+                return opened[first], [], listed.saved
 
     def open_next(path: Path) -> None:
         if path in failed:
@@ -190,9 +185,9 @@ def _open_usable(
     return opened[found], skipped, _saved_on_all(listed, everyone, search)
 
 
-def _saved_on_all(listed: _Listed, everyone: Sequence[list[str]], search: Search) -> list[Saved]:
+def _saved_on_all(listed: Seen, everyone: Sequence[list[str]], search: Search) -> list[Saved]:
     """Return the finished checkpoints of all ranks; the coordinator has read its own already."""
-    return lineage.saved_on_all([listed.seen, *map(Seen, everyone[1:])], search.places, search.channel)
+    return saved_on_all([listed, *map(Seen, everyone[1:])], search.places, search.channel)
 
 
 def _paths(everyone: Sequence[list[str]], places: Mapping[str, Path], channel: Channel) -> list[Path]:
@@ -384,11 +379,13 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
     """
     channel, places = search.channel, search.places
 
-    def list_own() -> _Listed:
-        return _Listed(lineage.look_for_runs(places, channel), sent=read_metadata(directory, search.documents))
+    def list_own() -> Seen:
+        seen = look_for_runs(places, channel)
+        seen.sent = read_metadata(directory, search.documents)
+        return seen
 
     def names() -> list[str]:
-        return lineage.look_for_runs(places, channel).names if channel.rank else []
+        return look_for_runs(places, channel).names if channel.rank else []
 
     def config() -> Mapping[str, Any]:
         check_is_checkpoint(directory)
@@ -403,7 +400,7 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
         return exists(manifest)
 
     try:
-        listed = broadcast(channel, f"reading the metadata of {directory.name}", list_own, _Listed)
+        listed = broadcast(channel, f"reading the metadata of {directory.name}", list_own, Seen)
         opening = open_sent(directory, channel, listed.sent or Sent(), verify, config, names=names)
     except CheckpointError:
         if not any(all_gather_checked(channel, f"looking for {directory.name}", restore_backup, bool)):
@@ -462,3 +459,212 @@ def _checkpoints_in(directory: AnyPath) -> list[str]:
         return []
     steps = {parse_step(path): path for path in list_directory(directory) if exists(path / MANIFEST_NAME)}
     return [steps[step].name for step in sorted(step for step in steps if step is not None)]
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """The step and the run of a finished checkpoint."""
+
+    step: int
+    run: RunRecord
+
+
+class Seen(msgspec.Struct, omit_defaults=True):
+    """The checkpoints that are visible to a rank.
+
+    Args:
+        names: their names, see :func:`.manifest.names_in`.
+        saved: the finished ones; only on the coordinator, which reads their manifests.
+        first: in a search, the name of the newest candidate of the coordinator; empty without one.
+        sent: the metadata of that one, or of the named one; None if it cannot be read.
+    """
+
+    names: list[str]
+    saved: list[Saved] = []
+    first: str = ""
+    sent: Sent | None = None
+
+
+def new_run(branches: Sequence[Branch] = ()) -> RunRecord:
+    """Return the record of a new run.
+
+    Args:
+        branches: the runs that it branches from, first to last.
+    """
+    return RunRecord(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", list(branches))
+
+
+def saved_in(places: Mapping[str, Path], channel: Channel) -> list[Saved]:
+    """Return the finished checkpoints in the directories of all ranks, by ascending step.
+
+    Args:
+        places: the directories that the run saves to, as for :func:`.manifest.names_in`.
+        channel: all ranks of the job; every rank must call.
+    """
+    everyone = all_gather_checked(channel, "looking for other runs", partial(look_for_runs, places, channel), Seen)
+    return saved_on_all(everyone, places, channel)
+
+
+def look_for_runs(places: Mapping[str, Path], channel: Channel) -> Seen:
+    """Return the checkpoints that are visible to this rank, for a warning; empty if a directory is unreadable."""
+    with suppress(StorageError):  # A later save or resume raises it.
+        return look(places, channel)
+    return Seen([])
+
+
+def look(places: Mapping[str, Path], channel: Channel) -> Seen:
+    """Return the checkpoints that are visible to this rank; the coordinator also reads which runs saved them.
+
+    Raises:
+        StorageError: the operating system denied access.
+    """
+    names = names_in(places)
+    return Seen(names, read_saved(places, names) if channel.rank == 0 else [])
+
+
+def saved_on_all(everyone: Sequence[Seen], places: Mapping[str, Path], channel: Channel) -> list[Saved]:
+    """Return the finished checkpoints in the directories of all ranks, as :func:`saved_in`.
+
+    If the coordinator cannot see some checkpoints, the first ranks that can read the manifests, in one more exchange.
+
+    Args:
+        everyone: the checkpoints that are visible to each rank.
+        places: as for :func:`saved_in`.
+        channel: all ranks of the job; every rank must call.
+    """
+    readers: dict[str, int] = {}
+    for rank, seen in enumerate(everyone):
+        for name in seen.names:
+            if parse_step(Path(name)) is not None:
+                readers.setdefault(name, rank)
+    found = everyone[0].saved
+    if any(readers.values()):
+        own = [name for name, rank in readers.items() if rank == channel.rank != 0]
+        others = all_gather_checked(channel, "reading other disks", lambda: read_saved(places, own), list[Saved])
+        found = [*found, *(one for saved in others for one in saved)]
+    return sorted(found, key=lambda one: (one.step, one.run.id))
+
+
+def read_saved(places: Mapping[str, Path], names: Iterable[str]) -> list[Saved]:
+    """Return the finished ones among named checkpoints, by ascending step."""
+    found: list[Saved] = []
+    for path in (located(name, places) for name in names):
+        with suppress(CheckpointError, StorageError):
+            step, run = read_saved_by(path)
+            if step == parse_step(path):
+                found.append(Saved(step, run))
+    return sorted(found, key=lambda one: (one.step, one.run.id))
+
+
+def continue_or_branch(manifest: Manifest, saved: Sequence[Saved], here: bool, named: bool) -> tuple[RunRecord, str]:
+    """Return the record of a run that resumes a checkpoint, and a warning about other runs, which is normally empty.
+
+    Args:
+        manifest: the manifest of the checkpoint.
+        saved: the checkpoints in the output directory of this run.
+        here: whether the checkpoint is in this output directory.
+        named: whether a user named the checkpoint.
+    """
+    own = manifest.saved_by
+    newer = [one for one in saved if one.step > manifest.step]
+    continues = bool(own.id) and here and not newer
+    run = own if continues else new_run([*own.branches, Branch(own.id, manifest.step)])
+    others = [one for one in saved if not _is_before(one, manifest)]
+    if newer and named:
+        return run, (
+            f"{_run(run)} begins at step {manifest.step} of {_run(own)}, and its output directory contains newer "
+            f"checkpoints: {_by_run(newer)}. Until {_run(run)} has saved a later step, resume_from_checkpoint: true "
+            f"resumes checkpoint-{newer[-1].step} of {_run(newer[-1].run)}. Use another output_dir to keep runs apart."
+        )
+    if others and not newer:
+        return run, (
+            f"The output directory contains checkpoints of several runs: {_by_run(others)} next to "
+            f"checkpoint-{manifest.step} of {_run(own)}, which is resumed. To resume another run, name its checkpoint "
+            "in resume_from_checkpoint. Use another output_dir to keep runs apart."
+        )
+    return run, ""
+
+
+def new_run_warning(run: RunRecord, saved: Sequence[Saved], output_dir: Path) -> str:
+    """Return a warning for a new run if its output directory contains checkpoints of other runs, else an empty text."""
+    if not saved:
+        return ""
+    return (
+        f"{_run(run)} starts from the beginning, and {output_dir} contains checkpoints of other runs: "
+        f"{_by_run(saved)}. Until this run has saved a later step, resume_from_checkpoint: true resumes "
+        f"checkpoint-{saved[-1].step} of {_run(saved[-1].run)}. Use another output_dir to keep runs apart."
+    )
+
+
+def _is_before(one: Saved, manifest: Manifest) -> bool:
+    """Return whether a checkpoint is an ancestor of the manifest's checkpoint, or that checkpoint itself."""
+    own = manifest.saved_by
+    until = {branch.run: branch.step for branch in own.branches} | {own.id: manifest.step}
+    return one.step <= until.get(one.run.id, -1)
+
+
+def _by_run(saved: Sequence[Saved]) -> str:
+    """Return a text such as ``checkpoint-5, checkpoint-6 of run A; checkpoint-4 of run B``."""
+    steps: dict[str, list[Saved]] = {}
+    for one in saved:
+        steps.setdefault(one.run.id, []).append(one)
+    return "; ".join(
+        f"{', '.join(f'checkpoint-{one.step}' for one in group)} of {_run(group[0].run)}" for group in steps.values()
+    )
+
+
+def _run(run: RunRecord) -> str:
+    if not run.id:
+        return "a run without an id"
+    origin = run.branches[-1] if run.branches else None
+    if origin is None:
+        return f"run {run.id}"
+    return f"run {run.id} (from step {origin.step} of {origin.run or 'a run without an id'})"
+
+
+def parallel_degrees(args: Any) -> dict[str, int]:
+    """Return the degree of every parallel axis, for readers of a manifest."""
+    sharding = max(args.sharding_parallel_size, 1)
+    return {
+        "dp": max(args.dataset_world_size // sharding, 1),
+        "tp": max(args.tensor_model_parallel_size, 1),
+        "pp": max(args.pipeline_model_parallel_size, 1),
+        "sharding": sharding,
+        "ep": max(args.expert_model_parallel_size, 1),
+        "sep": max(args.sep_parallel_size, 1),
+        "cp": max(args.context_parallel_size, 1),
+    }
+
+
+def degrees_text(degrees: Mapping[str, int]) -> str:
+    """Return parallel degrees above one as text, such as ``tp=2 pp=2``; ``dp=1`` for a single rank.
+
+    The text is empty if no degrees are recorded, as in conversions of open weights.
+    """
+    text = " ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+    return text or ("dp=1" if degrees else "")
+
+
+def locate_best(named: str, resumed: AnyPath, channel: Channel) -> str | None:
+    """Return the path of the best checkpoint of a resumed run: its old path, or next to the resumed checkpoint.
+
+    The output directory may have been moved, and a relative path depends on the working directory.
+
+    Args:
+        named: its path in the saved run.
+        resumed: the checkpoint to resume.
+        channel: all ranks of the job; every rank must call.
+
+    Returns:
+        the path on this rank; None if no rank finds the checkpoint.
+
+    Raises:
+        StorageError: the operating system denied access.
+    """
+    paths = [Path(named), *([resumed.with_name(Path(named).name)] if isinstance(resumed, Path) else [])]
+
+    def find() -> int:
+        return next((number for number, path in enumerate(paths, 1) if exists(path / MANIFEST_NAME)), 0)
+
+    found = all_gather_checked(channel, "looking for the best checkpoint", find, int)
+    chosen = found[channel.rank] or max(found)
+    return str(paths[chosen - 1]) if chosen else None

@@ -21,48 +21,17 @@ from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.files import check_writable
-from paddleformers_fc.trainer import (
-    adapter_checks,
-    base_fingerprint,
-    batches,
-    description,
-    documents,
-    ema,
-    live_roles,
-    own_statements,
-    pretrained,
-    reference,
-    sonic_moe,
-    streaming,
-    tiers,
-)
-from paddleformers_fc.trainer.async_save import AsyncSaves
-from paddleformers_fc.trainer.callback import (
-    ATTENDED,
-    FlexCheckpointCallback,
-    ProgressRecorder,
-    ReportFigures,
-    record_progress,
-)
+from paddleformers_fc.trainer import description, documents, ema, live_roles, loop, models, tiers
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.ema import UpdateBarrier
-from paddleformers_fc.trainer.events import LoopEvents
 from paddleformers_fc.trainer.library import LoRAModel, PretrainedModel, logger
 from paddleformers_fc.trainer.options import FlexFields, is_active, local_dir, upload_url, without_effect
-from paddleformers_fc.trainer.save import SyncSaves, save_pretrained
-from paddleformers_fc.trainer.session import (
-    SESSION,
-    WAITING,
-    Native,
-    Session,
-    channel_of,
-    reporters,
-    step_agreement_of,
-)
+from paddleformers_fc.trainer.save import AsyncSaves, SyncSaves, save_pretrained
+from paddleformers_fc.trainer.session import ATTENDED, Native, Session, channel_of, new_session, record_progress
 from paddleformers_fc.trainer.uploads import Uploads
 from paddleformers_fc.upstream.hooks import LIBRARIES
 
-_CHANGE_WEIGHTS = {"FP8QuantWeightCallback", sonic_moe.SWITCH}
+_CHANGE_WEIGHTS = {"FP8QuantWeightCallback", description.SWITCH}
 """Callbacks of a library that quantize weights, or move their values, during the passes."""
 
 
@@ -87,36 +56,21 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         return
     _check_own_arguments(arguments)
     channel = channel_of(arguments)
-    own_statements.adopt(trainer.model, channel)
-    run_on_all(channel, "checking the model", lambda: _check_declared(trainer))
-    adapter_checks.check_supported(trainer.model, channel)
-    adapter_checks.check_trained(trainer.model, channel)
-    run_on_all(channel, "describing the adapters", lambda: _check_mapped(trainer.model))
-    session = Session(
-        trainer,
-        ReportFigures(trainer),
-        batches.PositionTracker(lambda: len(getattr(trainer, WAITING, ()))),
-        UpdateBarrier(lambda: _passes_change_weights(trainer)),
-        step_agreement_of(channel),
-        AsyncSaves() if arguments.flex_async_save else SyncSaves(),
-    )
+    models.adopt_statements(trainer.model, channel)
+    run_on_all(channel, "checking the model", lambda: _check_model(trainer))
+    models.check_trained(trainer.model, channel)
+    barrier = UpdateBarrier(lambda: _passes_change_weights(trainer))
+    session = new_session(trainer, barrier, AsyncSaves() if arguments.flex_async_save else SyncSaves())
     session.check_optimizer()
-    run_on_all(
-        channel,
-        "checking where the model's weights come from",
-        lambda: pretrained.check_verified(trainer.model),
-    )
-    base_fingerprint.identify_once(trainer.model, channel)
-    settings, url = ema.settings_of(arguments), upload_url(arguments)
-    if settings is not None:
-        session.average = ema.MovingAverage(settings, ema.KnownParts(trainer), session.barrier)
+    models.identify_base(trainer.model, channel)
+    decay, url = float(arguments.flex_ema_decay), upload_url(arguments)
+    if decay:
+        parts = ema.KnownParts(trainer)
+        session.average = ema.MovingAverage(decay, arguments.flex_ema_interval, parts, session.barrier)
     if url is not None:
         session.uploads = Uploads(url, arguments, channel)
-    session.receive = streaming.receiver_of(arguments, channel)
-    setattr(trainer, SESSION, session)
-    LoopEvents(session)
-    if all(isinstance(one, ProgressRecorder) for one in reporters(trainer)):
-        trainer.add_callback(FlexCheckpointCallback())
+    session.receive = loop.receiver_of(arguments, channel)
+    session.attach()
     trainer.model.save_pretrained = functools.partial(save_pretrained, trainer, trainer.model.save_pretrained)
     if arguments.should_log:
         for line in without_effect(arguments):
@@ -133,7 +87,8 @@ def _check_own_arguments(arguments: Any) -> None:
         )
 
 
-def _check_declared(trainer: Any) -> None:
+def _check_model(trainer: Any) -> None:
+    """Check that the model is declared, supported and verified."""
     model = trainer.model
     if getattr(model, "config", None) is None:
         raise OptionError(
@@ -144,14 +99,13 @@ def _check_declared(trainer: Any) -> None:
     described = describe_model(model)
     if described.rules is None:
         family_for(described.config)  # Raises for undeclared models.
-    sonic_moe.check_supported(trainer, dict(described.config))
-    check_ties(live_roles.model_roles(model)[MODEL_STATE], described)
-
-
-def _check_mapped(model: Any) -> None:
-    """Check that the family declares all layers that have adapters."""
-    if isinstance(model, LoRAModel):
-        model_rules(describe_model(model), describe_roles(live_roles.model_roles(model))[MODEL_STATE])
+    description.check_sonic_moe(trainer, dict(described.config))
+    weights = live_roles.model_roles(model)[MODEL_STATE]
+    check_ties(weights, described)
+    models.check_own_adapters(model)
+    if isinstance(model, LoRAModel):  # The family must declare all layers that have adapters.
+        model_rules(described, describe_roles({MODEL_STATE: weights})[MODEL_STATE])
+    models.check_verified(model)
 
 
 def _passes_change_weights(trainer: Any) -> bool:
@@ -164,22 +118,9 @@ def _passes_change_weights(trainer: Any) -> bool:
 
 _NODE_OPTIONS = frozenset(
     {
-        "dataloader_num_workers",
-        "device",
-        "flex_local_dir",
-        "disable_tqdm",
-        "local_rank",
-        "log_on_each_node",
-        "logging_dir",
-        "metrics_output_path",
-        "output_dir",
-        "output_signal_dir",
-        "prefetch_factor",
-        "report_to",
-        "resume_from_checkpoint",
-        "run_name",
-        "wandb_api_key",
-        "wandb_http_proxy",
+        *("dataloader_num_workers", "device", "disable_tqdm", "flex_local_dir", "local_rank", "log_on_each_node"),
+        *("logging_dir", "metrics_output_path", "output_dir", "output_signal_dir", "prefetch_factor", "report_to"),
+        *("resume_from_checkpoint", "run_name", "wandb_api_key", "wandb_http_proxy"),
     }
 )
 """Options that may differ between nodes: paths, logging, and options of a single process."""
@@ -187,7 +128,7 @@ _NODE_OPTIONS = frozenset(
 _PACKAGES = (*LIBRARIES, "paddleformers_fc")
 
 
-def check(session: Session, model: ModelDescription) -> str:
+def check_run(session: Session, model: ModelDescription) -> str:
     """Compare versions, options and model configuration across ranks, test every disk, and claim the local tier.
 
     Every rank must call. Cost: one exchange, and one directory that is created and deleted per rank and tier; two more
@@ -201,7 +142,7 @@ def check(session: Session, model: ModelDescription) -> str:
     Raises:
         PeerError: the same on every rank: a table of the differences, with values and ranks.
         StorageError: the same on every rank: the output directories that are not writable, with their ranks.
-        MismatchError: see :func:`.reference.check_alike`.
+        MismatchError: see :func:`.models.check_reference_alike`.
         OptionError: see :func:`.tiers.claim`.
     """
     trainer, args, local = session.trainer, session.args, local_dir(session.args)
@@ -216,9 +157,9 @@ def check(session: Session, model: ModelDescription) -> str:
             if directory is not None:
                 check_writable(directory)
         # Not in init_trainer: PaddleFormers sets the reference model after Trainer.__init__.
-        reference.check_no_updates(trainer)
+        models.check_no_reference_updates(trainer)
         if not session.has_trained:  # A trained model differs from its reference model.
-            reference.check_alike(reference.model_of(trainer), trainer.model)
+            models.check_reference_alike(models.reference_of(trainer), trainer.model)
         return tiers.known_tier(args, session.channel.rank)
 
     consistency = ConsistencyCheck("starting the training", facts)
@@ -246,10 +187,8 @@ def _options(args: Any) -> Iterator[tuple[str, object]]:
             for name in vars(kind).get("__dataclass_fields__", {}):
                 if name not in _NODE_OPTIONS:
                     yield name, _plain(getattr(args, name))
-    yield (
-        "resume_from_checkpoint",
-        "a path" if isinstance(args.resume_from_checkpoint, str) else (args.resume_from_checkpoint),
-    )
+    named = args.resume_from_checkpoint
+    yield "resume_from_checkpoint", "a path" if isinstance(named, str) else named
 
 
 def _plain(value: object) -> object:

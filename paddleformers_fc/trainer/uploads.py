@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from paddleformers_fc.storage.paths import RemotePath, parse_step
 from paddleformers_fc.storage.remote_writes import check_remote_writable
 from paddleformers_fc.text import rate_text, size_text
 from paddleformers_fc.trainer.library import logger
-from paddleformers_fc.trainer.rotation import Retention, finished_checkpoints, numbered, retention_of, to_delete
+from paddleformers_fc.trainer.tiers import Retention, finished_checkpoints, numbered, retention_of, to_delete
 
 _WAIT_SECONDS = 10.0
 """Interval at which ranks that wait for uploads exchange their state."""
@@ -238,12 +239,8 @@ class Uploads:
         Raises:
             FlexError: the same on every rank: the URL, the bucket or the credentials are invalid.
         """
-
-        def write() -> None:
-            if self._channel.rank == 0:
-                check_remote_writable(self._url)
-
-        run_on_all(self._channel, "checking flex_upload", write)
+        sends = self._channel.rank == 0
+        run_on_all(self._channel, "checking flex_upload", partial(check_remote_writable, self._url) if sends else tuple)
 
     def committed(self, checkpoint: Path, best: str | None, disks: DiskLeaders) -> None:
         """Upload a committed checkpoint. Call it on every rank, on any thread, before old checkpoints are deleted."""
@@ -266,12 +263,8 @@ class Uploads:
         Raises:
             FlexError: the same on every rank: a checkpoint cannot be uploaded.
         """
-
-        def begin() -> None:
-            if self._channel.rank == 0:
-                self._uploader.enqueue_existing(self._output_dir)
-
-        run_on_all(self._channel, "looking for checkpoints to upload", begin)
+        begin, sends = partial(self._uploader.enqueue_existing, self._output_dir), self._channel.rank == 0
+        run_on_all(self._channel, "looking for checkpoints to upload", begin if sends else tuple)
         self._in_loop = True
         try:
             yield

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import typer
 
-from paddleformers_fc.cli.documents import DOCUMENTS, FREE
 from paddleformers_fc.cli.main import app
 from paddleformers_fc.errors import FlexError
 from tests.cli.support import run, save
 from tests.execute.simulated import canonical
+from tools.json_page import DOCUMENTS, FREE
 
 ERROR = {"error", "what", "where", "evidence", "next_step"}
 

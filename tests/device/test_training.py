@@ -58,8 +58,8 @@ def train(
     from paddleformers.trainer import TrainerCallback
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments, averaged_weights
-    from paddleformers_fc.execute import load
-    from paddleformers_fc.trainer import live_roles, save
+    from paddleformers_fc.execute import load, save
+    from paddleformers_fc.trainer import live_roles
     from paddleformers_fc.trainer.session import session_of
     from tests.trainer.ema_jobs import bits
 
@@ -108,7 +108,7 @@ def train(
 def note_page_locked() -> list[str]:
     """Return a list that gets the phase of each page-locked allocation. The fake accelerator has ordinary memory."""
     from paddleformers_fc.execute import async_snapshot, staging_pool
-    from paddleformers_fc.trainer.async_save import AsyncSaves
+    from paddleformers_fc.trainer.save import AsyncSaves
 
     allocate, save = staging_pool.new_buffer, AsyncSaves.save
     where, noted = ["before training"], []
@@ -132,11 +132,11 @@ def note_page_locked() -> list[str]:
 def count_step_ends() -> list[list[int]]:
     """Have ranks agree at every step end, and return a list of what that costs where they exchange nothing."""
     from paddleformers_fc.distributed import step_agreement
-    from paddleformers_fc.trainer import events
-    from paddleformers_fc.trainer.async_save import AsyncSaves
+    from paddleformers_fc.trainer import session as sessions
+    from paddleformers_fc.trainer.save import AsyncSaves
 
     step_agreement.PENDING_SECONDS = 1e-6
-    end, advance = events.agree, AsyncSaves.advance
+    end, advance = sessions.agree, AsyncSaves.advance
     ended: list[list[int]] = []
     exchanged: list[int] = []
 
@@ -150,7 +150,7 @@ def count_step_ends() -> list[list[int]]:
         if session.trainer.state.global_step not in exchanged:
             ended.append([synchronisations() - waits, (copied() - copies).to_host])
 
-    AsyncSaves.advance, events.agree = advance_and_note, end_and_count
+    AsyncSaves.advance, sessions.agree = advance_and_note, end_and_count
     return ended
 
 

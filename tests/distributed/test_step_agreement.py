@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.distributed import step_agreement
-from paddleformers_fc.distributed.liveness import Liveness
+from paddleformers_fc.distributed.communicator import Liveness
 from paddleformers_fc.distributed.step_agreement import StepAgreement
 from paddleformers_fc.errors import PeerError
 from tests.distributed.test_liveness import Counters

@@ -84,7 +84,7 @@ def test_an_export_that_fails_in_the_midst_leaves_nothing_and_no_thread(
 
     write = export.write_files
     # The checkpoint is open and its headers are read when the first file is written.
-    monkeypatch.setattr(export, "write_files", lambda given: (monkeypatch.setattr(os, call, refuse), write(given))[1])
+    monkeypatch.setattr(export, "write_files", lambda *given: (monkeypatch.setattr(os, call, refuse), write(*given))[1])
     with pytest.raises(StorageError, match=r"errno 5 \(EIO\)"):
         export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000)
     monkeypatch.setattr(os, call, original)

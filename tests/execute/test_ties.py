@@ -18,7 +18,7 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import HostPieces, view_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.replicas import Ties, Writers, diverged, hash_ties, ties_of
+from paddleformers_fc.execute.replicas import Ties, Writers, hash_ties, ties_of
 from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
@@ -254,7 +254,7 @@ def test_the_stages_of_copies_are_those_of_the_ranks_that_hold_them(tmp_path: Pa
     held = [dict.fromkeys(everyone[rank]["model_state"], live(np.arange(8.0))) for rank in range(3)]
     held[0]["two"] = live(np.arange(8.0) + 1)
     digests = [hashed({"model_state": names}, ties, rank) for rank, names in enumerate(held)]
-    (tie,) = diverged(ties, digests)
+    (tie,) = ties.diverged(digests)
     assert tie.copies == ["two", "one", "owner"]
     assert tie.differences == ["model_state two on rank 0, owner on rank 2"]
 
@@ -281,14 +281,14 @@ def test_copies_that_are_cut_along_different_axes_are_compared_element_by_elemen
             {"model_state": {next(iter(one["model_state"])): live(part)}}
             for one, part in zip(everyone, held, strict=True)
         ]
-        found = diverged(ties, [hashed(own, ties, index) for index, own in enumerate(roles)])
+        found = ties.diverged([hashed(own, ties, index) for index, own in enumerate(roles)])
         assert bool(found) == (rank >= 0)
 
 
 def test_copies_of_another_shape_or_dtype_are_diverged() -> None:
     shards = [Shard("owner", "float32", (4, 2), whole((4, 2))), Shard("one", "bfloat16", (4, 2), whole((4, 2)))]
     everyone = [{"model_state": {shard.name: shard}} for shard in shards]
-    (tie,) = diverged(ties_between(everyone, {"one": "owner"}), [[], []])
+    (tie,) = ties_between(everyone, {"one": "owner"}).diverged([[], []])
     assert tie.differences == ["model_state one: bfloat16 [4, 2], owner: float32 [4, 2]"]
 
 

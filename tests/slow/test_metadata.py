@@ -128,7 +128,7 @@ def count_opening(checkpoint: Path, counts: Path) -> None:
 
     from paddleformers_fc.distributed.channel import job_channel
     from paddleformers_fc.execute.opening import open_on_all_ranks
-    from paddleformers_fc.trainer.lineage import saved_in
+    from paddleformers_fc.trainer.resume import saved_in
 
     dist.init_parallel_env()
     channel = job_channel()

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from paddleformers_fc.storage.checksum import FileChecksum, FileRecord
-from paddleformers_fc.storage.commit import Staging, commit, staging_directory, sync_staging
+from paddleformers_fc.storage.commit import Staging, commit, hidden_name, run_digest, staging_directory, sync_staging
 from paddleformers_fc.storage.executor import ReadPool
 from paddleformers_fc.storage.files import RandomAccessWriter, write_file
 from paddleformers_fc.storage.manifest import Manifest, read_manifest, verify_files, write_manifest
 from paddleformers_fc.storage.operations import Operation
-from paddleformers_fc.storage.paths import LOCK_NAME, UNFINISHED, AnyPath, hidden_name, parse_step, run_digest
+from paddleformers_fc.storage.paths import LOCK_NAME, UNFINISHED, AnyPath, parse_step
 from paddleformers_fc.storage.safetensors import TensorWriter, layout_file, read_header
 from tests.crash import net
 

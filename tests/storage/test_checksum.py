@@ -9,7 +9,6 @@ import pytest
 import xxhash
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.errors import OptionError
 from paddleformers_fc.storage import block_checksums
 from paddleformers_fc.storage.checksum import BlockHasher, checksum_of
 
@@ -56,8 +55,3 @@ def test_a_checksum_in_between_does_not_disturb_the_stream() -> None:
     hasher.update(b"1234567")
     undisturbed.update(b"12345671234567")
     assert hasher.file_checksum("x") == undisturbed.file_checksum("x")
-
-
-def test_a_block_of_no_bytes_is_refused() -> None:
-    with pytest.raises(OptionError, match="block size 0"):
-        BlockHasher(0)

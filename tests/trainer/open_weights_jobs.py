@@ -197,12 +197,12 @@ def train_where_one_rank_differs(source: str, output_dir: str) -> str:
     import paddle.distributed as dist
 
     from paddleformers_fc import FlexTrainer
-    from paddleformers_fc.trainer import pretrained
+    from paddleformers_fc.trainer import models
 
     args = training_arguments(output_dir, tiny.DP2.to_json())
     model = _fresh(source)
     if dist.get_rank() == 1:
-        pretrained.note_unverified(model, "a loader")
+        models.note_unverified(model, "a loader")
     try:
         tiny.trainer(model, args, cls=FlexTrainer)
     except Exception as error:

@@ -64,7 +64,7 @@ def test_a_password_is_not_written_into_a_checkpoint() -> None:
         def to_dict(self) -> dict[str, str]:
             return {"resume_from_checkpoint": "sftp://ann:secret@host/run/checkpoint-3", "output_dir": "out"}
 
-    written = documents.arguments_document(Arguments())
+    written = documents.capture_arguments(Arguments())()
     assert b"secret" not in written
     assert json.loads(written)["resume_from_checkpoint"] == "sftp://***@host/run/checkpoint-3"
 

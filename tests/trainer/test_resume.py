@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import NotACheckpoint
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
-from paddleformers_fc.trainer import lineage, resume
+from paddleformers_fc.trainer import resume
 from paddleformers_fc.trainer.resume import Choice, Search, find_newest, newest_or_begin, open_named, require_newest
 from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.trainer.test_rotation import WEIGHTS, make_checkpoint
@@ -113,7 +113,6 @@ def test_only_the_coordinator_lists_the_directory_if_all_ranks_see_its_newest_ch
         return listed(places)
 
     monkeypatch.setattr(resume, "names_in", counted)
-    monkeypatch.setattr(lineage, "names_in", counted)
     choices, warnings, exchanges = opened([tmp_path] * 3)
     assert [choice.path for choice in choices] == [tmp_path / "checkpoint-4"] * 3
     assert (warnings, len(listings), exchanges) == ([], 1, 2)

@@ -178,7 +178,7 @@ def test_random_generators_come_back_as_they_were() -> None:
     import paddle
     from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
 
-    from paddleformers_fc.trainer import rng
+    from paddleformers_fc.trainer import documents
 
     get_rng_state_tracker().add("model_parallel_rng", 11)
 
@@ -189,13 +189,13 @@ def test_random_generators_come_back_as_they_were() -> None:
         return [*plain, paddle.randperm(9).tolist(), tracked]
 
     draw()
-    captured = rng.capture(world_size=2, hybrid=True)()
+    captured = documents.capture_generators(world_size=2, hybrid=True)()
     first, second = draw(), draw()
-    assert rng.restore(captured, "rng", world_size=2, hybrid=True, tensor_parallel=True)
+    assert documents.restore_generators(captured, "rng", world_size=2, hybrid=True, tensor_parallel=True)
     assert draw() == first != second
-    assert not rng.restore(captured, "rng", world_size=1, hybrid=True, tensor_parallel=True)
+    assert not documents.restore_generators(captured, "rng", world_size=1, hybrid=True, tensor_parallel=True)
     with pytest.raises(FormatError) as caught:
-        rng.restore(b'{"world_size": 2}', "trainer/rng-00000.json", 2, hybrid=True, tensor_parallel=True)
+        documents.restore_generators(b'{"world_size": 2}', "trainer/rng-00000.json", 2, True, True)
     assert caught.value.where == "trainer/rng-00000.json"
     assert draw() == second
 

@@ -22,8 +22,7 @@ from paddleformers_fc.storage.manifest import MANIFEST_NAME, DivergedTie, read_m
 from paddleformers_fc.storage.paths import RemotePath
 from paddleformers_fc.trainer import save
 from paddleformers_fc.trainer.options import FlexFields, check_options, upload_url
-from paddleformers_fc.trainer.rotation import Retention
-from paddleformers_fc.trainer.tiers import Tier
+from paddleformers_fc.trainer.tiers import Retention, Tier
 from paddleformers_fc.trainer.uploads import CheckpointUploader, Uploads
 from tests.cli.support import run
 from tests.harness.limits import LIMIT

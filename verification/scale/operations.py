@@ -25,7 +25,7 @@ from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.executor import ReadOptions
-from paddleformers_fc.trainer import resume, rotation
+from paddleformers_fc.trainer import resume, tiers
 from verification import temporary_directory
 from verification.scale.counting import PROCESSOR, Meter, counted_calls, current
 from verification.scale.ranks import AGREEMENTS, BLOCKED, LATENCY, RANKS_PER_NODE, ScaleJob, capture_zeros, hosts_of
@@ -143,7 +143,7 @@ def _operations(job: ScaleJob, wanted: Sequence[str]) -> Counts:
 
 def _rotate(job: ScaleJob) -> None:
     """Rotate as the coordinator does alone where all ranks see one file system."""
-    rotation.delete_over_limit(job.directory, rotation.Retention(1), job.directory / "checkpoint-2", [], lambda _: None)
+    tiers.delete_over_limit(job.directory, tiers.Retention(1), job.directory / "checkpoint-2", [], lambda _: None)
 
 
 def _save(job: ScaleJob, step: int, rank: int, channel: Channel) -> None:
@@ -159,7 +159,7 @@ def _planned(job: ScaleJob, step: int, rank: int, channel: Channel) -> PlannedSa
 
 
 def _save_asynchronously(job: ScaleJob, step: int, rank: int, channel: Any) -> None:
-    """Save as :mod:`paddleformers_fc.trainer.async_save` does, beside steps of training."""
+    """Save as :mod:`paddleformers_fc.trainer.save` does, beside steps of training."""
     agreement = StepAgreement(channel, channel.liveness)
     with job.blocking():
         parts = _parts(_planned(job, step, rank, channel), channel)

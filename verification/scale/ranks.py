@@ -36,8 +36,7 @@ from paddleformers_fc.distributed.channel import (
     CollectiveChannel,
     Payload,
 )
-from paddleformers_fc.distributed.communicator import Communicator
-from paddleformers_fc.distributed.liveness import KEY_PREFIX, Liveness
+from paddleformers_fc.distributed.communicator import KEY_PREFIX, Communicator, Liveness
 from paddleformers_fc.distributed.store_client import _ADD, StoreClient
 from paddleformers_fc.execute import opening, save
 from paddleformers_fc.execute.load import _PreflightMessage

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from paddleformers_fc.distributed.channel import ALONE
-from paddleformers_fc.execute.exchange import SharedReads, replicas_of, shared_reads
+from paddleformers_fc.execute.exchange import SharedReads, replicas_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.formats.checkpoint import OpenedCheckpoint
 from paddleformers_fc.plan.build import plan_reads
@@ -61,7 +61,10 @@ def reads_of(checkpoint: OpenedCheckpoint, model: SimulatedModel) -> Reads:
         key = msgspec.msgpack.encode(layout)
         if key not in known:
             plan = plan_reads(source, layout)
-            known[key] = _size([item.stored for item in plan.items]), *shared_reads(plan, live_weights(layout), options)
+            known[key] = (
+                _size([item.stored for item in plan.items]),
+                *SharedReads.of(plan, live_weights(layout), options),
+            )
         ranks.append(known[key])
     messages = [message for _, message, _ in ranks]
     read = [float(size) for size, *_ in ranks]
