@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paddleformers_fc.distributed.channel import Channel
-from paddleformers_fc.storage.commit import leftovers
-from paddleformers_fc.storage.paths import ASIDE, UNFINISHED, hidden_name
+from paddleformers_fc.storage.commit import hidden_name, leftovers
+from paddleformers_fc.storage.paths import ASIDE, UNFINISHED
 from tests.crash import worlds
 from tests.crash.groups import KillAt, run_ranks
 from tests.crash.killing import Scenario, Step

@@ -32,7 +32,7 @@ from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, 
 from paddleformers_fc.storage.paths import parse_hidden, parse_step
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.trainer.resume import find_newest
-from paddleformers_fc.trainer.rotation import Retention, delete_over_limit
+from paddleformers_fc.trainer.tiers import Retention, delete_over_limit
 from verification.simulate_ranks import Roles, filled, run_threads
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16, "head_dim": 2}

@@ -17,8 +17,14 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.distributed.channel import ALONE
-from paddleformers_fc.distributed.communicator import EXIT_CODE, Communicator, job_communicator
-from paddleformers_fc.distributed.liveness import KEY_PREFIX, MAX_FINAL_WAIT_SECONDS, Liveness
+from paddleformers_fc.distributed.communicator import (
+    EXIT_CODE,
+    KEY_PREFIX,
+    MAX_FINAL_WAIT_SECONDS,
+    Communicator,
+    Liveness,
+    job_communicator,
+)
 from paddleformers_fc.errors import FlexError, PeerError
 from tests.execute.simulated import ThreadChannel, job
 from tests.harness.clocks import ThreadClock

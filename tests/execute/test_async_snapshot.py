@@ -14,7 +14,7 @@ import pytest
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.execute import replicas, save as saving, save_plan
-from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, snapshot_bytes
+from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, ranges_of, snapshot_bytes
 from paddleformers_fc.execute.memory import HostTensors, host_view
 from paddleformers_fc.execute.replicas import CopyPart, ElementRanges, Replica
 from paddleformers_fc.execute.save import (
@@ -28,7 +28,7 @@ from paddleformers_fc.execute.save import (
     live_part,
     write_and_commit,
 )
-from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite, SavePlan, ranges_of
+from paddleformers_fc.execute.save_plan import PlannedFile, PlannedWrite, SavePlan
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.storage.manifest import MANIFEST_NAME

@@ -30,11 +30,11 @@ from paddleformers_fc.layout.roles import (
     split_state_name,
 )
 from paddleformers_fc.mapping.boxes import Box, whole
-from paddleformers_fc.plan.build import ReadSource, plan_reads, regrouped
+from paddleformers_fc.plan.build import ReadSource, plan_reads
 from paddleformers_fc.plan.forecast import CastFacts, PlannedLoad, cost_of, plan_load
 from paddleformers_fc.plan.items import ReadItem, StoredPart
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
-from paddleformers_fc.plan.sources import resume_source
+from paddleformers_fc.plan.sources import regrouped, resume_source
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, IMAGE_BYTES, ReadOptions, ReadPool
 from tests.harness.sampling import thorough
 from tests.mapping.strategies import with_items

@@ -23,6 +23,7 @@ from paddleformers_fc.storage.commit import (
     LockState,
     commit,
     commit_export,
+    hidden_name,
     leftovers,
     locked,
     recover,
@@ -39,7 +40,7 @@ from paddleformers_fc.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from paddleformers_fc.storage.paths import ASIDE, LOCK_NAME, REMOVED, UNFINISHED, hidden_name, parse_hidden
+from paddleformers_fc.storage.paths import ASIDE, LOCK_NAME, REMOVED, UNFINISHED, parse_hidden
 from tests.crash.net import Gate, Net, Operation, cast
 from tests.crash.refusals import with_own_mounts
 from tests.storage.support import (

@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from paddleformers_fc.errors import StorageError
+from paddleformers_fc.storage.commit import hidden_name
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, newest_checkpoint, read_manifest, write_manifest
-from paddleformers_fc.storage.paths import ASIDE, REMOVED, UNFINISHED, hidden_name
+from paddleformers_fc.storage.paths import ASIDE, REMOVED, UNFINISHED
 from tests.storage.support import STATE, WEIGHTS, leave, save
 
 

@@ -66,9 +66,9 @@ def with_late_copies(job: str, **settings: Any) -> Any:
         settings: its arguments.
     """
     from paddleformers_fc.execute.async_snapshot import SnapshotCopy
-    from paddleformers_fc.trainer import async_save
+    from paddleformers_fc.trainer import save as async_save
     from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
-    from paddleformers_fc.trainer.events import LoopEvents
+    from paddleformers_fc.trainer.session import LoopEvents
 
     wanted, average_wanted, updated = threading.Event(), threading.Event(), threading.Event()
 
@@ -206,7 +206,7 @@ def note_preparations(layout: MatrixLayout, output_dir: Path, resume: Path | Non
     """Train; where saves were planned and memory for snapshots was allocated."""
     from paddleformers_fc.execute import save
     from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
-    from paddleformers_fc.trainer.async_save import AsyncSaves
+    from paddleformers_fc.trainer.save import AsyncSaves
 
     noted, where, reserve = [], ["before training"], SnapshotBuffer.reserve
 
@@ -216,7 +216,7 @@ def note_preparations(layout: MatrixLayout, output_dir: Path, resume: Path | Non
         return is_new
 
     SnapshotBuffer.reserve = reserve_and_note
-    precede(save, "_new_plan", lambda *_: noted.append(f"planned {where[-1]}"))
+    precede(save, "new_plan", lambda *_: noted.append(f"planned {where[-1]}"))
     precede(AsyncSaves, "save", lambda *_: where.append("in a save"))
     model_type = "ernie4_5_moe" if layout.ep > 1 else "llama"
     trained(layout, output_dir, {**EVERY_STEP, **ASYNC, **AVERAGED}, model_type, resume=resume)
@@ -367,7 +367,7 @@ def test_saves_open_no_group_or_connection_and_their_threads_never_communicate(t
     from paddleformers_fc.distributed.channel import PaddleChannel
     from paddleformers_fc.distributed.communicator import Communicator
     from paddleformers_fc.distributed.store_client import StoreClient
-    from paddleformers_fc.trainer.async_save import AsyncSaves
+    from paddleformers_fc.trainer.save import AsyncSaves
 
     exchanges: list[int] = []
     threads: set[str] = set()
@@ -400,8 +400,8 @@ def test_saves_open_no_group_or_connection_and_their_threads_never_communicate(t
 def test_saves_are_committed_in_their_order_and_a_further_one_waits(tmp_path: Path) -> None:
     """The first save is not written before the second one waits for it."""
     from paddleformers_fc.execute import save
-    from paddleformers_fc.trainer import async_save
-    from paddleformers_fc.trainer.async_save import AsyncSaves
+    from paddleformers_fc.trainer import save as async_save
+    from paddleformers_fc.trainer.save import AsyncSaves
 
     waits, committed, captured = threading.Event(), [], []
 

@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.storage.manifest import Branch, Manifest, RunRecord, read_manifest, write_manifest
-from paddleformers_fc.trainer.callback import locate_best
-from paddleformers_fc.trainer.lineage import Saved, continue_or_branch, new_run, new_run_warning, saved_in
+from paddleformers_fc.trainer.resume import Saved, continue_or_branch, locate_best, new_run, new_run_warning, saved_in
 from tests.execute.simulated import succeed
 from tests.trainer.test_rotation import make_checkpoint
 

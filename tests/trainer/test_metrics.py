@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.execute.phases import Phases, Slowest
-from paddleformers_fc.trainer import callback
-from paddleformers_fc.trainer.callback import CheckpointReport, FlexCheckpointCallback, ReportFigures
+from paddleformers_fc.trainer import session
+from paddleformers_fc.trainer.session import CheckpointReport, FlexCheckpointCallback, ReportFigures
 from tests.harness.on_ranks import run_on_ranks
 from tests.harness.patching import precede
 from tests.harness.tiny import DP2
@@ -97,7 +97,7 @@ def test_the_line_of_a_report_has_the_layouts_that_are_recorded_and_for_how_long
     monkeypatch: pytest.MonkeyPatch, report: CheckpointReport, text: str
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(callback, "logger", SimpleNamespace(info=lines.append))
+    monkeypatch.setattr(session, "logger", SimpleNamespace(info=lines.append))
     FlexCheckpointCallback().on_checkpoint_loaded(SimpleNamespace(should_log=True), report)
     FlexCheckpointCallback().on_checkpoint_saved(SimpleNamespace(should_log=True), report)
     resumed, saved = lines

@@ -14,7 +14,7 @@ from paddleformers_fc.formats.index import encode_index, shard_columns
 from paddleformers_fc.storage.checksum import INDEX_NAME, records_of
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import DivergedTie, Manifest, read_manifest, write_manifest
-from paddleformers_fc.trainer.rotation import LOCAL_RETENTION, Retention, delete_over_limit, numbered, over_limit
+from paddleformers_fc.trainer.tiers import LOCAL_RETENTION, Retention, delete_over_limit, numbered, over_limit
 
 WEIGHTS = "model_state/rank-00000.safetensors"
 
