@@ -16,7 +16,6 @@ from paddleformers_fc.distributed import channel as channels
 from paddleformers_fc.distributed.channel import (
     ALONE,
     MAX_TOTAL_BYTES,
-    Bytes,
     Channel,
     all_gather_checked,
     broadcast,
@@ -155,27 +154,13 @@ def test_ranks_whose_marks_have_different_lengths_report_their_own_errors_first(
     assert all(text in str(outcome) for outcome in job(2, work))
 
 
-class SizedChannel(ThreadChannel):
-    """A rank's channel that notes the lengths of its collectives."""
-
-    def __init__(self, channel: ThreadChannel) -> None:
-        super().__init__(channel.hub, channel.rank)
-        self.sizes: list[int] = []
-
-    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
-        """The maximum over all ranks."""
-        self.sizes.append(array.size)
-        return super().unite(array, source, to)
-
-
 @pytest.mark.parametrize(
     ("messages", "sent"),
     [(["same"] * 4, []), (["one", "same", "same", "same"], [9]), (["a", "b", "a", "b"], [4]), ([""] * 4, [])],
 )
 def test_ranks_with_equal_messages_send_them_once(messages: list[str], sent: list[int]) -> None:
     def work(channel: ThreadChannel) -> tuple[list[str], list[int]]:
-        sized = SizedChannel(channel)
-        return all_gather_checked(sized, "describing", lambda: messages[channel.rank], str), sized.sizes
+        return all_gather_checked(channel, "describing", lambda: messages[channel.rank], str), channel.sizes
 
     frames = 16 + 4 * 12
     assert succeed(4, work) == [(messages, [frames, *sent])] * 4

@@ -78,6 +78,7 @@ class ThreadChannel(CollectiveChannel):
     Attributes:
         exchanges: how often all ranks have exchanged something.
         purposes: what for.
+        sizes: the lengths of its collectives.
         largest: the most bytes that this rank sent or received at once.
     """
 
@@ -85,6 +86,7 @@ class ThreadChannel(CollectiveChannel):
         super().__init__(rank, hub.size)
         self.hub, self.exchanges, self.largest = hub, 0, 0
         self.purposes: list[str] = []
+        self.sizes: list[int] = []
 
     def gather(self, doing: str, *arguments: Any) -> list[Payload] | None:
         """Every rank's payload."""
@@ -94,6 +96,7 @@ class ThreadChannel(CollectiveChannel):
 
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
         """The maximum over all ranks."""
+        self.sizes.append(array.size)
         return np.maximum.reduce([given for _, given in self._meet("exchange", array.copy())])
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
@@ -120,11 +123,12 @@ class Outcomes(list[Any]):
                 raise outcome
         return self
 
-    def error(self, kind: type[FlexError] = FlexError) -> Any:
-        """The error that every rank raised alike."""
-        assert isinstance(self[0], kind), self[0]
-        assert {str(outcome) for outcome in self} == {str(self[0])}
-        return self[0]
+    def error(self, kind: type[FlexError] = FlexError, ranks: Sequence[int] | None = None) -> Any:
+        """The error that every rank, or some of them, raised alike."""
+        first, *others = self if ranks is None else [self[rank] for rank in ranks]
+        assert isinstance(first, kind), first
+        assert {str(outcome) for outcome in others} <= {str(first)}
+        return first
 
 
 def job(ranks: int, work: Callable[[ThreadChannel], Any]) -> Outcomes:

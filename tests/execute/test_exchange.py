@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,6 @@ from paddleformers_fc.plan.items import LoadPlan, StoredPart
 from paddleformers_fc.plan.sources import resume_source
 from paddleformers_fc.plan.transfer_plan import ROUND_BYTES, TURN_BYTES, schedule_rounds, share_rounds, size_of
 from paddleformers_fc.storage.executor import ReadOptions
-from paddleformers_fc.storage.operations import Memory
 from tests.execute.simulated import (
     ARRAYS,
     MODEL,
@@ -56,6 +54,7 @@ from tests.execute.simulated import (
     save,
     succeed,
 )
+from tests.execute.test_reading import HostSlot
 
 ONCE = ReadOptions(replicas="once")
 
@@ -177,41 +176,9 @@ def test_a_rank_that_fails_in_the_midst_stops_all_after_the_same_round(
     assert 10 < stopped < whole - 10
 
 
-@dataclass
-class LateSlot:
-    """A slot whose numbers are there only when its copy is finished, as on an accelerator.
-
-    Attributes:
-        target: a flat array of the shard's dtype and size.
-        host_bytes: of the array that stands in for it.
-        done: what was called, in order.
-    """
-
-    target: np.ndarray[Any, Any]
-    host_bytes: int
-    done: list[str] = field(default_factory=list)
-    staged: Any = None
-
-    def open(self) -> Memory:
-        """An array of its own."""
-        self.done.append("open")
-        self.staged = np.zeros_like(self.target)
-        return Memory.of(self.staged)
-
-    def close(self) -> None:
-        """The copy begins."""
-        self.done.append("close")
-
-    def finish_copy(self) -> None:
-        """The copy is done, and the array is given back."""
-        self.done.append("finish_copy")
-        self.target[:] = self.staged
-        self.staged = None
-
-
-def late_slots(roles: Roles) -> dict[tuple[str, str], LateSlot]:
+def late_slots(roles: Roles) -> dict[tuple[str, str], HostSlot]:
     arrays = {(r, n): one.local_tensor.numpy().ravel() for r, names in roles.items() for n, one in names.items()}
-    return {key: LateSlot(array.copy(), array.nbytes) for key, array in arrays.items()}
+    return {key: HostSlot(array.copy()) for key, array in arrays.items()}
 
 
 @pytest.mark.parametrize("together", [3, 1], ids=["once", "each"])
@@ -224,7 +191,7 @@ def test_what_arrives_is_handed_over_and_waited_for(tmp_path: Path, together: in
         plan, slots = plan_of(open_on_all_ranks(directory, channel), roles), late_slots(roles)
         read_redistributed(plan, shared(directory, plan, together), slots, channel, ReadOptions(), 1000)
         for (role, name), slot in slots.items():
-            assert slot.done == ["open", "close", "finish_copy"], name
+            assert [call for call, _ in slot.log] == ["open", "close", "finish_copy"], name
             assert slot.target.tobytes() == expected[role][name].local_tensor.numpy().tobytes(), name
 
     succeed(3, work)
@@ -233,7 +200,7 @@ def test_what_arrives_is_handed_over_and_waited_for(tmp_path: Path, together: in
 def test_host_arrays_of_shards_that_a_failed_load_left_incomplete_are_given_back(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint-3"
     save(directory)
-    opened: list[LateSlot] = []
+    opened: list[HostSlot] = []
 
     def work(channel: Any) -> None:
         roles = live(ARRAYS, 1, channel.rank, empty=True)
@@ -242,7 +209,7 @@ def test_host_arrays_of_shards_that_a_failed_load_left_incomplete_are_given_back
         read_redistributed(plan, shared(directory, plan, 2), slots, channel, ONCE, 100)
 
     job(2, work).error(Corrupt)
-    assert any(slot.done for slot in opened)
+    assert any(slot.log for slot in opened)
     assert all(slot.staged is None for slot in opened)
 
 

@@ -292,75 +292,77 @@ def test_memory_beside_the_targets_is_bounded_for_all_threads_together(tmp_path:
     assert peak < 600 << 10
 
 
-@dataclass
-class StandIn:
-    """A slot whose host array travels from when it is full until somebody waits for it.
+@dataclass(eq=False)
+class HostSlot:
+    """A slot with a host array, whose numbers are there only when its copy is finished, as on an accelerator.
 
     Args:
-        size: of the shard, in float32.
-        held: the bytes that all slots hold at a time, as they come and go.
-        travelling: how many slots travel at a time, as they set out and arrive; the first is 0.
-        met: how many travelled when a slot was opened.
+        target: a flat array of the shard's dtype and size.
+        log: the calls of this slot, or of all that share the list.
     """
 
-    size: int
-    held: list[int]
-    travelling: list[int] = field(default_factory=lambda: [0])
-    met: list[int] = field(default_factory=list)
-    result: bytes = b""
-    _array: Any = None
-    _travels: bool = False
+    target: np.ndarray[Any, Any]
+    log: list[tuple[str, HostSlot]] = field(default_factory=list)
+    staged: Any = None
 
     @property
     def host_bytes(self) -> int:
-        return self.size * 4
+        return self.target.nbytes
 
     def open(self) -> Memory:
-        self.met.append(self.travelling[-1])
-        self.held.append(self.held[-1] + self.host_bytes)
-        self._array = np.zeros(self.size, np.float32)
-        return Memory.of(self._array)
+        self.log.append(("open", self))
+        self.staged = np.zeros_like(self.target)
+        return Memory.of(self.staged)
 
     def close(self) -> None:
-        self._travels = True
-        self.travelling.append(self.travelling[-1] + 1)
+        self.log.append(("close", self))
 
     def finish_copy(self) -> None:
-        if self._travels:
-            self.travelling.append(self.travelling[-1] - 1)
-            self.result = self._array.tobytes()
-        self.held.append(self.held[-1] - self.host_bytes)
-        self._array, self._travels = None, False
+        self.log.append(("finish_copy", self))
+        self.target[:] = self.staged
+        self.staged = None
+
+
+def counted(log: list[tuple[str, HostSlot]]) -> tuple[list[int], list[int]]:
+    """Before every call and at the end: the bytes of all host arrays, and how many travel, full and not waited for."""
+    held, travelling, full = [0], [0], set[HostSlot]()
+    for call, slot in log:
+        held.append(held[-1] + {"open": 1, "close": 0, "finish_copy": -1}[call] * slot.host_bytes)
+        full = full | {slot} if call == "close" else full - {slot}
+        travelling.append(len(full))
+    return held, travelling
+
+
+def host_slots(log: list[tuple[str, HostSlot]]) -> dict[tuple[str, str], HostSlot]:
+    return {(ROLE, str(row)): HostSlot(np.zeros(1000, np.float32), log) for row in range(40)}
 
 
 def test_host_arrays_are_bounded_travel_while_the_next_are_read_and_have_all_arrived_at_the_end(tmp_path: Path) -> None:
-    values = matrix(tmp_path, 40, 1000)
-    held, travelling, met = [0], [0], []
-    slots = {(ROLE, str(row)): StandIn(1000, held, travelling, met) for row in range(40)}
+    values, log = matrix(tmp_path, 40, 1000), list[tuple[str, HostSlot]]()
+    slots, items = host_slots(log), rows_of(*values.shape)
     options = ReadOptions(threads=1, staging_memory_bytes=2 * IMAGE_BYTES + 16_000)
-    items = rows_of(*values.shape)
     execute_reads(plan_of(items), tmp_path, slots, options)
-    assert all(slots[ROLE, str(row)].result == values[row].tobytes() for row in range(40))
+    assert all(slots[ROLE, str(row)].target.tobytes() == values[row].tobytes() for row in range(40))
+    held, travelling = counted(log)
+    met = [count for (call, _), count in zip(log, travelling, strict=False) if call == "open"]
     assert met == [0, 0, *[2] * 38], "groups of two, each read while the one before it travels"
-    assert max(held) == 16_000
-    slots[ROLE, "large"] = StandIn(40_000, held)
+    assert (max(held), held[-1], travelling[-1]) == (16_000, 0, 0)
+    slots[ROLE, "large"] = HostSlot(np.zeros(40_000, np.float32), log)
     large = item_of(values.shape, whole(values.shape), (1, 0), "large")
     execute_reads(plan_of([*items, large]), tmp_path, slots, options)
-    assert slots[ROLE, "large"].result == values.T.tobytes()
-    assert max(held) == 160_000, "what is larger than the bound passes alone"
-    assert held[-1] == travelling[-1] == 0
+    assert slots[ROLE, "large"].target.tobytes() == values.T.tobytes()
+    held, travelling = counted(log)
+    assert (max(held), held[-1], travelling[-1]) == (160_000, 0, 0), "what is larger than the bound passes alone"
 
 
 def test_nothing_travels_any_more_when_a_read_has_failed(tmp_path: Path) -> None:
-    values = matrix(tmp_path, 40, 1000)
-    held, travelling = [0], [0]
-    slots = {(ROLE, str(row)): StandIn(1000, held, travelling) for row in range(40)}
+    values, log = matrix(tmp_path, 40, 1000), list[tuple[str, HostSlot]]()
     os.truncate(tmp_path / "matrix", values.nbytes // 2)
     options = ReadOptions(threads=1, staging_memory_bytes=2 * IMAGE_BYTES + 16_000)
     with pytest.raises(Corrupt):
-        execute_reads(plan_of(rows_of(*values.shape)), tmp_path, slots, options)
-    assert max(travelling) == 4
-    assert held[-1] == travelling[-1] == 0
+        execute_reads(plan_of(rows_of(*values.shape)), tmp_path, host_slots(log), options)
+    held, travelling = counted(log)
+    assert (max(travelling), held[-1], travelling[-1]) == (4, 0, 0)
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import HostPieces, view_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.replicas import Ties, Writers, hash_ties, ties_of
-from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, save_checkpoint
 from paddleformers_fc.families import family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import OPTIMIZER_STATE
@@ -30,7 +29,7 @@ from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.trainer.resume import Search, require_newest
 from tests.cli.support import run
-from tests.execute.simulated import job, succeed
+from tests.execute.simulated import Outcomes, attempt_save, succeed
 from verification import simulate_ranks
 
 EMBEDDING, LM_HEAD = "model.embedding.embed_tokens.weight", "model.lm_head.weight"
@@ -64,19 +63,17 @@ def save(
     way: str = "warn",
     step: int = 3,
     value: Callable[[str, Shard], Any] = tied_value,
-) -> list[SaveReport | Exception]:
+) -> Outcomes:
     """Save a tied model into one directory, or one of each rank, after a change of some weights; the outcomes."""
     model = model_of(grid)
 
-    def work(channel: Any) -> SaveReport:
-        roles = simulate_ranks.filled(model.roles(channel.rank), value)
+    def held(rank: int) -> simulate_ranks.Roles:
+        roles = simulate_ranks.filled(model.roles(rank), value)
         if change is not None:
-            change(channel.rank, roles)
-        files = {"config.json": config_bytes(TIED.config)} if channel.rank == 0 else {}
-        place = directory if isinstance(directory, Path) else directory[channel.rank]
-        return save_checkpoint(place, roles, TIED, files, JobRecord(step, 24, {}), channel, replicas=way)
+            change(rank, roles)
+        return roles
 
-    return job(model.grid.world_size, work)
+    return attempt_save(directory, held, model.grid.world_size, described=TIED, step=step, replicas=way)
 
 
 def flip(name: str, role: str = "model_state", at: int = -1) -> Change:

@@ -16,7 +16,7 @@ from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from tests.families.spaces import model_of
-from tests.harness.layouts import fingerprint
+from tests.trainer.lora_jobs import fingerprint
 from verification import simulate_ranks, temporary_directory
 
 
