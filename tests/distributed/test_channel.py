@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from paddleformers_fc.errors import FlexError, PeerError, StorageError
 from paddleformers_fc.storage.files import refused
 from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.harness.on_ranks import on_ranks
+from tests.cli.test_main import python
 
 
 def test_a_message_that_cannot_be_encoded_is_an_error_on_every_rank() -> None:
@@ -221,5 +220,4 @@ for number in range(40):
 
 
 def test_threads_that_decode_a_new_kind_of_message_at_once_do_not_end_the_process() -> None:
-    result = subprocess.run([sys.executable, "-c", DECODING], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
+    assert python("-c", DECODING).stderr == ""

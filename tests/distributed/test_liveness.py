@@ -6,8 +6,6 @@ Time passes only while every living rank waits (:class:`tests.harness.clocks.Thr
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -23,6 +21,7 @@ from paddleformers_fc.errors import PeerError
 from tests.execute.simulated import Outcomes, ThreadChannel, job
 from tests.harness.clocks import ThreadClock
 from tests.harness.limits import LIMIT
+from tests.cli.test_main import python
 
 PATIENCE = 1.0
 SLACK = 0.01
@@ -340,9 +339,7 @@ def closed():
 
 sys.stderr = {errors_go_to}
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", redirected + WAITS_FOR_EVER], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    ended = python("-c", redirected + WAITS_FOR_EVER, check=False)
     assert ended.returncode == EXIT_CODE
     assert "Rank 3 has waited 0.05 s for the other ranks and ends its process." in ended.stderr
     assert "raise flex_timeout" in ended.stderr

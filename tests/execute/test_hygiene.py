@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -35,10 +33,10 @@ from tests.execute.simulated import (
 )
 from tests.harness.limits import LIMIT
 from tests.harness.on_ranks import on_ranks
+from tests.cli.test_main import python
 from verification.digests import canonical_digests
 
 RANKS = 2
-ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = "model_state/rank-00000.safetensors"
 
 
@@ -243,6 +241,4 @@ def test_threads_may_be_the_first_to_open_a_checkpoint(tmp_path: Path) -> None:
     # What msgspec knows of a type it works out when it first decodes one, and another thread that comes meanwhile
     # takes half of that for the whole, and ends the process. So every decoder is made when its module is imported.
     save(tmp_path / "checkpoint-3", ARRAYS, RANKS, step=3)
-    command = [sys.executable, "-c", _FIRST, str(tmp_path / "checkpoint-3")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert python("-c", _FIRST, tmp_path / "checkpoint-3").stderr == ""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from safetensors.numpy import save_file
 
 from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
 from paddleformers_fc.formats.registry import open_checkpoint
+from tests.cli.test_main import python
 
 MEBI = 2**20
 
@@ -108,10 +106,7 @@ ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC
 
 def measured(code: str, *arguments: object) -> dict[str, Any]:
     """What a process of its own has found."""
-    command = [sys.executable, "-c", COMMON + code + END, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | ALLOCATOR)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(python("-c", COMMON + code + END, *arguments, **ALLOCATOR).stdout)
     return found
 
 

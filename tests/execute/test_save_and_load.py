@@ -29,9 +29,6 @@ from paddleformers_fc.storage.safetensors import layout_file
 from tests.execute.simulated import (
     ARRAYS,
     CONFIG,
-    GROUPS,
-    HEAD,
-    HEADS,
     HIDDEN,
     MODEL,
     attempt,
@@ -198,7 +195,7 @@ def test_what_is_replaced_between_check_and_read_is_refused(tmp_path: Path, veri
             id="of another family, which is named before its consequences",
         ),
         pytest.param(
-            *(2, "", {"num_attention_heads": HEADS // 2, "num_key_value_heads": GROUPS // 2, "head_dim": 2 * HEAD}),
+            *(2, "", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}),
             ["num_attention_heads: stored 4, expected 2", "num_key_value_heads: stored 2, expected 1"],
             id="of other heads, though every tensor has its shape",
         ),

@@ -16,7 +16,6 @@ OURS = (
     "paddleformers_fc.trainer.pretrained",
     "paddleformers_fc.trainer.entry",
     "paddleformers_fc.trainer.loop",
-    "tests.trainer.open_weights_jobs",
     "tests.trainer.workflow_jobs",
     "tests.trainer.jobs",
     "pytest",

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ from paddleformers_fc.plan.items import LoadPlan, ReadItem
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.plan.sources import huggingface_source, resume_source, stored_mapping
 from paddleformers_fc.storage.manifest import Manifest
+from tests.cli.test_main import python
 from tests.harness.sampling import thorough
 from tests.mapping.numbers import numbered
 from tests.plan.stored import opened, stored_tensor
@@ -212,13 +210,7 @@ def test_a_report_is_the_same_message_in_every_process() -> None:
         "for number in range(50): report.add('missing', f'layers.{number}')\n"
         "print(msgspec.msgpack.encode(report.to_wire()).hex())"
     )
-    made = [
-        subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
-        ).stdout
-        for seed in "12"
-    ]
-    assert made[0] == made[1]
+    assert len({python("-c", code, PYTHONHASHSEED=seed).stdout for seed in "12"}) == 1
 
 
 # ---- Any plan, against looking up every element, whatever was planned before.

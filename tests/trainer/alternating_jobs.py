@@ -148,18 +148,3 @@ def run(
         "stack": stack.numpy().tolist(),
         "passes_change_weights": startup._passes_change_weights(trainer),
     }
-
-
-def upstream_rows(stacks: Mapping[str, Any], width: int) -> dict[str, list[Any]]:
-    """What PaddleFormers makes of stacks of gate above up when training begins, and of the result when it exports."""
-    import paddle
-    from paddleformers.trainer.trainer_callback import InterleaveGateUpCallback
-    from paddleformers.transformers.model_utils import SonicMoEHFFormatFullParamSaver as Saver
-
-    found: dict[str, list[Any]] = {}
-    for name, values in stacks.items():
-        tensor = paddle.to_tensor(values, dtype="float64").reshape([-1, 2 * width, len(values[0])])
-        InterleaveGateUpCallback(None).interleave_gate_up_proj(tensor)
-        back = Saver.deinterleave_gate_up_proj(None, tensor, width)
-        found[name] = [tensor.reshape([-1, tensor.shape[-1]]).tolist(), back.reshape([-1, back.shape[-1]]).tolist()]
-    return found

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tests.harness import tiny
 from tests.trainer.jobs import flex_trainer
-
-
-def run_with_one_reader(
-    layout: Mapping[str, Any], output_dir: str, arguments: Mapping[str, Any], resume: str | None = None
-) -> list[float]:
-    """Train on data that one rank reads and hands to those that see the same samples; the losses."""
-    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-
-    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "distributed_dataloader": True, **arguments}
-    args = tiny.training_arguments(layout, output_dir, **settings)
-    data = tiny.Samples() if args.should_load_dataset else None
-    trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=FlexTrainer, train_dataset=data)
-    trainer.train(resume_from_checkpoint=resume)
-    return list(trainer.losses)
 
 
 def known_samples() -> dict[tuple[int, ...], int]:

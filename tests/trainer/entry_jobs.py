@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
-
-from tests.harness import tiny
 
 
 def methods() -> dict[str, int]:
@@ -36,55 +32,6 @@ def replaced_methods() -> dict[str, list[str]]:
     entry.detach()
     found["detached"] = changed()
     return found
-
-
-def run_native(way: str, output_dir: str, layout: Mapping[str, Any]) -> dict[str, Any]:
-    """Train without ``flex_checkpoint``: with the stock Trainer alone, through our subclass, or installed."""
-    from paddleformers.trainer import Trainer, TrainingArguments
-
-    from paddleformers_fc import FlexTrainer, FlexTrainingArguments, install
-
-    if way == "installed":
-        install()
-    classes = {
-        "stock": (TrainingArguments, Trainer),
-        "installed": (FlexTrainingArguments, Trainer),
-        "subclass": (FlexTrainingArguments, FlexTrainer),
-    }
-    arguments, cls = classes[way]
-    args = tiny.training_arguments(layout, output_dir, cls=arguments, max_steps=4, save_steps=1, save_total_limit=2)
-    trainer = tiny.trainer(tiny.build("llama", layout, args), args, cls=cls)
-    trainer.train()
-    trainer.save_model(str(Path(output_dir) / "final"))
-    files = sorted(path.relative_to(output_dir).as_posix() for path in Path(output_dir).rglob("*") if path.is_file())
-    return {"losses": trainer.losses, "files": [name for name in files if not name.startswith("runs/")]}
-
-
-def write_corpus(directory: str, text: str) -> None:
-    """A tokenizer trained on a text, a tiny Llama for it, and the text's paragraphs as training data."""
-    from paddleformers.transformers import LlamaForCausalLM
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    root = Path(directory)
-    passage = Path(text).read_text()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<unk>", "<s>", "</s>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=384, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(passage.splitlines(), trainer)
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
-    )
-    wrapped.save_pretrained(str(root / "model"))
-    config = tiny.config("llama", vocab_size=384, max_position_embeddings=128, pad_token_id=2)
-    LlamaForCausalLM(config).save_pretrained(str(root / "model"))
-    paragraphs = [" ".join(part.split()) for part in passage.split("\n\n") if len(part) > 80]
-    (root / "train.jsonl").write_text("".join(json.dumps({"text": [part]}) + "\n" for part in paragraphs))
 
 
 def run_script(script: str, arguments: Sequence[str]) -> None:

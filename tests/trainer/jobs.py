@@ -201,17 +201,6 @@ def weights_of(model: Any) -> dict[str, str]:
     return {name: tensor.astype("float32").numpy().tobytes().hex() for name, tensor in model.state_dict().items()}
 
 
-def refused_arguments(output_dir: str, arguments: Mapping[str, Any]) -> str:
-    """Make training arguments; the error."""
-    from paddleformers_fc.errors import OptionError
-
-    try:
-        flex_trainer(tiny.SINGLE.to_json(), output_dir, arguments)
-    except OptionError as error:
-        return error.render()
-    return ""
-
-
 def few_samples() -> list[dict[str, Any]]:
     """The first samples, for evaluations of one batch."""
     return [tiny.Samples()[index] for index in range(tiny.GLOBAL_BATCH)]

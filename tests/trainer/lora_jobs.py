@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import tiny
-from tests.trainer.open_weights_jobs import configured
+from tests.trainer.export_jobs import configured
 from tests.trainer.jobs import callback, outcome
 
 Layout = tiny.MatrixLayout | Mapping[str, Any]

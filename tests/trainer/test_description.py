@@ -3,74 +3,41 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors, own_families
 from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.names import family_keys
 from paddleformers_fc.families.sizes import value_at
-from paddleformers_fc.mapping import RuleSet, prove
+from paddleformers_fc.mapping import prove
 from paddleformers_fc.trainer import documents
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import model_config
+from tests.families.jobs import config_class
 from tests.families.spaces import BY_NAME, model_of, settings
 from verification.forkserver import ForkServer
 
-CLASSES = {
-    "llama": "LlamaConfig",
-    "ernie4_5": "Ernie4_5Config",
-    "ernie4_5_moe": "Ernie4_5_MoeConfig",
-    "phi3": "Phi3Config",
-    "qwen2": "Qwen2Config",
-    "qwen3": "Qwen3Config",
-    "qwen2_moe": "Qwen2MoeConfig",
-    "qwen3_moe": "Qwen3MoeConfig",
-    "glm4_moe": "Glm4MoeConfig",
-    "deepseek_v3": "DeepseekV3Config",
-    "gpt_oss": "GptOssConfig",
-    "gemma3_text": "Gemma3TextConfig",
-    "minimax_m2": "MiniMaxM2Config",
-    "kimi_k2": "KimiK2Config",
-    "qwen2_5_vl": "Qwen2_5_VLConfig",
-    "qwen3_vl": "Qwen3VLConfig",
-    "qwen3_vl_moe": "Qwen3VLMoeConfig",
-    "qwen3_next": "Qwen3NextConfig",
-    "glm_moe_dsa": "GlmMoeDsaConfig",
-    "deepseek_v32": "DeepseekV32Config",
-    "deepseek_v4": "DeepseekV4Config",
-    "qwen3_5": "Qwen3_5Config",
-    "qwen3_5_moe": "Qwen3_5MoEConfig",
-    "glm4v_moe": "Glm4vMoeConfig",
-    "glm_ocr": "GlmOcrConfig",
-    "paddleocr_vl": "PaddleOCRVLConfig",
-    "ernie4_5_moe_vl": "Ernie4_5_VLConfig",
-}
 FLEET_ONLY = ("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "deepseek_v4", "qwen3_5", "qwen3_5_moe")
 NAMES = [family.name for family in own_families()]
 FLAT = "paddleocr_vl"  # PaddleFormers' class has no nested configuration of the text.
-PLAIN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
 VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe", "glm_ocr", "paddleocr_vl", "ernie4_5_moe_vl")
 
 
 def config_of(name: str, **values: Any) -> Any:
     """A configuration of PaddleFormers."""
-    module = importlib.import_module(f"paddleformers.transformers.{name}.configuration")
-    config = getattr(module, CLASSES[name])(**values)
+    config = config_class(name)(**values)
     # Some classes overwrite num_nextn_predict_layers with 0; a training sets it afterwards.
     if "num_nextn_predict_layers" in values:
         config.num_nextn_predict_layers = values["num_nextn_predict_layers"]
     return config
 
 
-def live(config: Any, is_fleet: bool = False, **built_with: Any) -> Any:
+def live(config: Any, is_fleet: bool = False) -> Any:
     """A model of this configuration, as far as its description looks at one.
 
     A PaddleFleet class keeps PaddleFormers' configuration beside one of its own, which is another class.
@@ -78,7 +45,7 @@ def live(config: Any, is_fleet: bool = False, **built_with: Any) -> Any:
     if not is_fleet:
         return SimpleNamespace(config=config)
     keys = ("num_empty_layers_add_in_head", "moe_expert_fusion", "using_sonic_moe", "tie_word_embeddings")
-    provider = SimpleNamespace(**{key: getattr(config, key) for key in keys}, **built_with)
+    provider = SimpleNamespace(**{key: getattr(config, key) for key in keys})
     return SimpleNamespace(config=provider, config_to_save=config, is_fleet=True)
 
 
@@ -86,12 +53,6 @@ def classes_of(family: Family) -> list[bool]:
     """The classes that PaddleFormers has of a family: of PaddleFleet, its own."""
     both = IS_FLEET in family_keys(family)
     return [True, False] if both else [family.name in FLEET_ONLY]
-
-
-def bound(name: str, model: Any, tp: int = 1) -> RuleSet:
-    """The rules of a model that holds what its description gives."""
-    family, described = BY_NAME[name], describe_model(model)
-    return bind(family, described, [one.under(tp=tp) for one in enumerate_tensors(family, described)])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -153,21 +114,20 @@ def plain_values(name: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["glm4_moe", "kimi_k2", "minimax_m2"])
 @pytest.mark.parametrize("empty", [0, 1, 3])
-def test_every_canonical_layer_is_bound_behind_the_empty_ones(name: str, empty: int) -> None:
+def test_every_canonical_layer_is_bound_behind_the_empty_ones_that_a_class_of_paddlefleet_has(
+    name: str, empty: int
+) -> None:
     values = tiny_values(name, num_hidden_layers=3, num_nextn_predict_layers=1, num_empty_layers_add_in_head=empty)
-    rules = bound(name, live(config_of(name, **values), is_fleet=True))
-    sources = {rule.targets[0]: rule.sources for rule in rules.rules}
-    for layer in range(3):
-        held = f"model.layers.{layer + empty}.input_layernorm.weight"
-        assert sources[held] == (f"model.layers.{layer}.input_layernorm.weight",)
-    assert sources[f"model.layers.{3 + empty}.enorm.weight"] == ("model.layers.3.enorm.weight",)
-
-
-def test_a_class_of_paddleformers_has_no_empty_layers_before_the_first() -> None:
-    values = tiny_values("glm4_moe", num_empty_layers_add_in_head=2)
-    rules = bound("glm4_moe", live(config_of("glm4_moe", **values)))
-    sources = {rule.targets[0]: rule.sources for rule in rules.rules}
-    assert sources["model.layers.0.mlp.down_proj.weight"] == ("model.layers.0.mlp.down_proj.weight",)
+    family = BY_NAME[name]
+    for is_fleet in classes_of(family):
+        described = describe_model(live(config_of(name, **values), is_fleet))
+        rules = bind(family, described, [one.under() for one in enumerate_tensors(family, described)]).rules
+        sources, shift = {rule.targets[0]: rule.sources for rule in rules}, empty * is_fleet
+        for layer in range(3):
+            held = f"model.layers.{layer + shift}.input_layernorm.weight"
+            assert sources[held] == (f"model.layers.{layer}.input_layernorm.weight",)
+        if is_fleet:
+            assert sources[f"model.layers.{3 + shift}.enorm.weight"] == ("model.layers.3.enorm.weight",)
 
 
 @pytest.mark.parametrize("name", ["minimax_m2", "glm4_moe", "qwen2_moe", "qwen3_moe", "kimi_k2"])
@@ -180,13 +140,8 @@ def test_fused_experts_are_transposed_by_the_live_configuration_though_they_are_
 ) -> None:
     # MiniMax M2 at its own sizes, and the others with as many numbers on both axes of an expert's first layer.
     square = {} if name == "minimax_m2" else tiny_values(name, hidden_size=32, moe_intermediate_size=16)
-    small = {
-        "num_hidden_layers": 1,
-        "first_k_dense_replace": 0,
-        "mlp_only_layers": [],
-        "num_empty_layers_add_in_head": 0,
-    }
-    counts = {"n_routed_experts": 4, "num_experts": 4}
+    small = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []}
+    counts = {"n_routed_experts": 4, "num_experts": 4, "num_empty_layers_add_in_head": 0}
     config = config_of(name, **{**square, **small, **counts, **switches})
     described = describe_model(live(config, is_fleet=True))
     hidden, width = config.hidden_size, 2 * config.moe_intermediate_size
@@ -199,13 +154,10 @@ def test_fused_experts_are_transposed_by_the_live_configuration_though_they_are_
 def test_the_class_of_a_model_is_that_of_the_model_where_no_shape_shows_it() -> None:
     router = ModelTensor("model.layers.0.mlp.gate.weight", (16, 16), "float32", (1, 1))
     values = tiny_values("qwen2_moe", hidden_size=16, num_experts=16)
-    axes = {
-        is_fleet: bind(BY_NAME["qwen2_moe"], describe_model(live(config_of("qwen2_moe", **values), is_fleet)), [router])
-        .rules[0]
-        .axes
-        for is_fleet in (True, False)
-    }
-    assert axes == {True: (0, 1), False: (1, 0)}
+    for is_fleet, axes in ((True, (0, 1)), (False, (1, 0))):
+        described = describe_model(live(config_of("qwen2_moe", **values), is_fleet))
+        (rule,) = bind(BY_NAME["qwen2_moe"], described, [router]).rules
+        assert rule.axes == axes
 
 
 def test_what_a_model_of_paddlefleet_was_built_with_counts_before_the_configuration_that_is_saved() -> None:
@@ -252,37 +204,6 @@ def test_config_json_of_a_save_agrees_with_the_description_beside_it(name: str) 
         if name == "glm_ocr":  # Whose class never ties.
             parts = (written, written["text_config"])
             assert {one["tie_word_embeddings"] for one in parts if "tie_word_embeddings" in one} == {False}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_declaration_reads_a_key_that_descriptions_leave_out(name: str) -> None:
-    from paddleformers_fc.trainer.description import layout_keys
-
-    assert layout_keys().isdisjoint(family_keys(BY_NAME[name]))
-
-
-def test_a_configuration_that_was_serialised_binds_other_layers_or_none() -> None:
-    # What a save wrote down before it stored a description: the empty layer is not in it.
-    config = config_of("glm4_moe", **tiny_values("glm4_moe"))
-    assert config.num_empty_layers_add_in_head == 1
-    written = model_config(SimpleNamespace(config=config, parameters=list, _layers=None))
-    assert "num_empty_layers_add_in_head" not in written
-    family, described = BY_NAME["glm4_moe"], describe_model(live(config, is_fleet=True))
-    tensors = [one.under() for one in enumerate_tensors(family, described)]
-    stripped = model_of({**written, IS_FLEET: True})
-    with pytest.raises(MappingError, match="is the canonical 2, and the configuration has 0 to 1"):
-        bind(family, stripped, tensors)
-
-
-def test_a_router_that_is_square_is_exported_read_and_resumed_as_the_models_class_keeps_it(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    job = {"output_dir": str(tmp_path / "run"), "target": str(tmp_path / "hf")}
-    (found,) = ranks.run("tests.trainer.export_jobs:square_router", 1, job).values
-    assert found["turned"]
-    assert found["difference"] == 0
-    trained, resumed = found["losses"]
-    assert resumed == trained[2:]
 
 
 @pytest.mark.parametrize(

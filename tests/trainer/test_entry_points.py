@@ -18,10 +18,12 @@ import yaml
 from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer.register import PATH
+from tests.harness import tiny
 from tests.harness.limits import LIMIT
-from tests.harness.on_ranks import on_ranks
+from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import SINGLE, MatrixLayout
-from tests.trainer.jobs import flex_trainer, outcome, train_and_resume
+from tests.trainer.jobs import outcome, train_and_resume, trained
+from verification.demo.assets import Assets, prepare
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
@@ -48,34 +50,25 @@ REPLACED = [
 ]
 
 
-def test_a_name_that_the_facade_does_not_have_is_an_attribute_error() -> None:
-    import paddleformers_fc
-
-    with pytest.raises(AttributeError, match="no attribute 'FlexTrainers'"):
-        _ = paddleformers_fc.FlexTrainers
-
-
 def test_every_name_in_the_readme_and_the_training_page_can_be_imported(bare_ranks: ForkServer) -> None:
     text = (ROOT / "README.md").read_text() + (ROOT / "docs/training.md").read_text()
     imported = [f"paddleformers_fc.{name}" for line in IMPORTS.findall(text) for name in line.split(", ")]
     names = sorted({*imported, *re.findall(r"paddleformers_fc(?:\.[A-Za-z_]+)+", text)})
     assert {"paddleformers_fc.FlexTrainerMixin", "paddleformers_fc.cpu_runtime"} <= set(names)
-    (missing,) = bare_ranks.run(f"{ENTRY}:missing_names", 1, {"names": names}).values
-    assert missing == {}
+    absent = "paddleformers_fc.FlexTrainers"
+    (missing,) = bare_ranks.run(f"{ENTRY}:missing_names", 1, {"names": [*names, absent]}).values
+    assert missing == {absent: "AttributeError: module 'paddleformers_fc' has no attribute 'FlexTrainers'"}
 
 
 def test_the_script_of_the_recipes_trains_on_two_ranks_and_resumes_on_one(ranks: ForkServer, tmp_path: Path) -> None:
     def run(nproc: int, *options: str) -> str:
-        job = {
-            "script": str(ROOT / "recipes" / "script.py"),
-            "arguments": ["--output", str(tmp_path / "out"), *options],
-        }
+        job = {"script": str(ROOT / "recipes/script.py"), "arguments": ["--output", str(tmp_path / "out"), *options]}
         return ranks.run(f"{ENTRY}:run_script", nproc, job).logs[0].read_text()
 
-    trained = run(2, "--steps", "3")
+    first = run(2, "--steps", "3")
     resumed = run(1, "--steps", "4", "--resume", "newest")
     assert "Resumed step 3" in resumed
-    assert losses(trained)[0] > losses(resumed)[0]
+    assert losses(first)[0] > losses(resumed)[0]
 
 
 def test_importing_the_entry_changes_nothing_and_detaching_restores_all(bare_ranks: ForkServer) -> None:
@@ -83,33 +76,44 @@ def test_importing_the_entry_changes_nothing_and_detaching_restores_all(bare_ran
     assert found == {"imported": [], "installed": REPLACED, "detached": []}
 
 
+def run_native(way: str, output_dir: Path) -> list[Any]:
+    """Train without ``flex_checkpoint``: with the stock Trainer alone, through our subclass, or installed."""
+    from paddleformers.trainer import Trainer, TrainingArguments
+
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments, install
+
+    if way == "installed":
+        install()
+    kind = TrainingArguments if way == "stock" else FlexTrainingArguments
+    cls = FlexTrainer if way == "subclass" else Trainer
+    given = {"max_steps": 4, "save_steps": 1, "save_total_limit": 2}
+    args = tiny.training_arguments(SINGLE, str(output_dir), cls=kind, **given)
+    trainer = tiny.trainer(tiny.build("llama", SINGLE, args), args, cls=cls)
+    trainer.train()
+    trainer.save_model(str(output_dir / "final"))
+    files = sorted(path.relative_to(output_dir).as_posix() for path in output_dir.rglob("*") if path.is_file())
+    return [trainer.losses, [name for name in files if not name.startswith("runs/")]]
+
+
 def test_without_flex_checkpoint_every_way_in_is_paddleformers_own(ranks: ForkServer, tmp_path: Path) -> None:
-    outcomes = [
-        ranks.run(
-            f"{ENTRY}:run_native",
-            1,
-            {"way": way, "output_dir": str(tmp_path / way), "layout": SINGLE.to_json()},
-        ).values[0]
+    stock, *others = (
+        run_on_ranks(ranks, 1, run_native, way=way, output_dir=tmp_path / way)[0]
         for way in ("stock", "subclass", "installed")
-    ]
-    assert "checkpoint-4/model_state/0.metadata" in outcomes[0]["files"]
-    assert outcomes[1:] == outcomes[:1] * 2
+    )
+    assert "checkpoint-4/model_state/0.metadata" in stock[1]
+    assert others == [stock, stock]
 
 
 @on_ranks(layout=SINGLE)
-def test_the_stock_trainer_saves_and_resumes_once_installed(layout: MatrixLayout, tmp_path: Path) -> None:
+def test_the_stock_trainer_saves_and_resumes_with_the_arguments_alone(layout: MatrixLayout, tmp_path: Path) -> None:
     from paddleformers.trainer import Trainer
 
-    from paddleformers_fc import install
-
-    install()
-    given = {"layout": layout.to_json(), "arguments": {"max_steps": 4, "save_steps": 2}}
-    whole, resumed = train_and_resume(str(tmp_path), [2], cls=Trainer, **given)
-    assert read_manifest(tmp_path / "whole" / "checkpoint-2").step == 2
+    given: dict[str, Any] = {"layout": layout, "arguments": {"max_steps": 4, "save_steps": 2}}
+    whole, resumed = train_and_resume(tmp_path, [2], cls=Trainer, **given)
+    second = tmp_path / "whole" / "checkpoint-2"
+    assert read_manifest(second).step == 2
     assert resumed == {**whole, "losses": whole["losses"][2:]}
-    subclass = flex_trainer(output_dir=str(tmp_path / "subclass"), **given)
-    subclass.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert outcome(subclass) == resumed
+    assert outcome(trained(output_dir=tmp_path / "subclass", resume=second, **given)) == resumed
 
 
 def test_the_path_of_the_registration_file_is_printed() -> None:
@@ -119,75 +123,40 @@ def test_the_path_of_the_registration_file_is_printed() -> None:
     assert PATH.is_file()
 
 
+# By YAML: test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes.
 @on_ranks(1)
-def test_the_stock_parser_accepts_our_keys_once_the_file_has_run(tmp_path: Path) -> None:
-    """The command line makes the parser, runs the registration file by its path, and parses the YAML."""
+def test_the_stock_parser_accepts_our_keys_as_arguments_once_the_file_has_run(tmp_path: Path) -> None:
     from paddleformers.cli.hparams import FinetuningArguments
     from paddleformers.trainer import PdArgumentParser
 
-    parser = PdArgumentParser([FinetuningArguments])
     runpy.run_path(str(PATH))
-    values = {"output_dir": str(tmp_path), "device": "cpu", "compute_type": "float32", "amp_master_grad": False}
-    given = {**values, "flex_checkpoint": True, "flex_threads": 2}
-    parsed, unknown = parser.parse_dict(given, return_unknown_ars=True)
+    values = {"output_dir": tmp_path, "device": "cpu", "compute_type": "float32", "amp_master_grad": "false"}
+    given = {**values, "flex_checkpoint": "true", "flex_threads": 3}
+    argv = [str(word) for key, value in given.items() for word in (f"--{key}", value)]
+    (parsed, *_) = PdArgumentParser([FinetuningArguments]).parse_args_into_dataclasses(argv)
     assert isinstance(parsed, FinetuningArguments)
-    assert not unknown
-    assert (parsed.flex_checkpoint, parsed.flex_threads) == (True, 2)
-    argv = [word for key, value in {**given, "flex_threads": 3}.items() for word in (f"--{key}", str(value).lower())]
-    argv[1] = str(tmp_path)
-    (from_argv, *_) = PdArgumentParser([FinetuningArguments]).parse_args_into_dataclasses(argv)
-    assert (from_argv.flex_checkpoint, from_argv.flex_threads) == (True, 3)
+    assert (parsed.flex_checkpoint, parsed.flex_threads) == (True, 3)
 
 
 # ---- The stock command line.
 
-LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
-
 
 @pytest.fixture(scope="module")
-def corpus(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     """A tiny model, its tokenizer and a real text."""
-    directory = tmp_path_factory.mktemp("corpus")
-    ranks.run(f"{ENTRY}:write_corpus", 1, {"directory": str(directory), "text": str(LICENSE)})
-    return directory
+    return prepare(tmp_path_factory.mktemp("assets"))
 
 
-def write_yaml(corpus: Path, output_dir: Path, **changed: Any) -> Path:
-    """The YAML of a training on the corpus, with two additions: the registration file and ``flex_checkpoint``."""
-    values = {
-        "custom_register_path": str(PATH),
-        "flex_checkpoint": True,
-        "stage": "PT",
-        "fine_tuning": "full",
-        "model_name_or_path": str(corpus / "model"),
-        "train_dataset_type": "erniekit",
-        "train_dataset_path": str(corpus / "train.jsonl"),
-        "train_dataset_prob": "1.0",
-        "eval_dataset_type": "erniekit",
-        "eval_dataset_path": str(corpus / "train.jsonl"),
-        "eval_dataset_prob": "1.0",
-        "max_seq_len": 64,
-        "packing": False,
-        "mix_strategy": "concat",
-        "_attn_implementation": "sdpa",
-        "output_dir": str(output_dir),
-        "device": "cpu",
-        "compute_type": "float32",
-        "amp_master_grad": False,
-        "do_train": True,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 4,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 0.01,
-        "lr_scheduler_type": "constant",
-        "sharding": "",
-        "report_to": "none",
-    }
+def write_recipe(name: str, assets: Assets, output_dir: Path, **keys: Any) -> Path:
+    """A recipe with the registration file, its data where it is here, and with other keys."""
+    text = (ROOT / "recipes" / f"{name}.yaml").read_text().replace("./demo_out/assets", str(assets.corpus.parent))
+    values = {**yaml.safe_load(text), "custom_register_path": str(PATH), "output_dir": str(output_dir)}
     path = output_dir.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump({**values, **changed}))
+    path.write_text(yaml.safe_dump({**values, **keys}))
     return path
+
+
+FOUR_STEPS = {"max_steps": 4, "save_steps": 2}
 
 
 def losses(log: str) -> list[float]:
@@ -195,8 +164,9 @@ def losses(log: str) -> list[float]:
     return [float(found) for found in re.findall(r"\bloss: ([0-9.]+), learning_rate", log)]
 
 
-def train_by_workers(ranks: ForkServer, path: Path, nproc: int = 1) -> str:
-    """Train as the command line's workers do; the log of the first."""
+def train_by_workers(ranks: ForkServer, assets: Assets, output_dir: Path, nproc: int = 1, **keys: Any) -> str:
+    """Train the recipe of the Llama as the command line's workers do, for four steps; the log of the first."""
+    path = write_recipe("llama_pt", assets, output_dir, **FOUR_STEPS, **keys)
     return ranks.run(f"{ENTRY}:run_command_line", nproc, {"yaml": str(path)}).logs[0].read_text()
 
 
@@ -206,7 +176,7 @@ def train_by_command(path: Path, directory: Path) -> str:
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(LICENSE.parent),
+        "PYTHONPATH": str(ROOT),
         "PADDLE_DISTRI_BACKEND": "gloo",
         # The command line sizes a job by this list, on a machine without an accelerator too.
         "CUDA_VISIBLE_DEVICES": "0,1",
@@ -224,69 +194,40 @@ def train_by_command(path: Path, directory: Path) -> str:
 # A job of two nodes starts the stock command in make test: tests/nodes/test_two_nodes.py.
 @pytest.mark.parametrize("started", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["workers", "command"])
 def test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes(
-    ranks: ForkServer, corpus: Path, tmp_path: Path, started: bool
+    ranks: ForkServer, assets: Assets, tmp_path: Path, started: bool
 ) -> None:
-    path = write_yaml(corpus, tmp_path / "out", tensor_model_parallel_size=2)
-    log = train_by_command(path, tmp_path) if started else train_by_workers(ranks, path, nproc=2)
-    assert read_manifest(tmp_path / "out" / "checkpoint-2").parallel["tp"] == 2
-    resume = str(tmp_path / "out" / "checkpoint-2")
-    alone = train_by_workers(ranks, write_yaml(corpus, tmp_path / "alone", resume_from_checkpoint=resume))
+    out, tp2 = tmp_path / "out", {"tensor_model_parallel_size": 2}
+    (out / "checkpoint-2").mkdir(parents=True)  # Unfinished: it does not mislead a run that begins.
+    if started:
+        log = train_by_command(write_recipe("llama_pt", assets, out, **FOUR_STEPS, **tp2), tmp_path)
+    else:
+        log = train_by_workers(ranks, assets, out, 2, **tp2)
+    assert "checkpoint-2 cannot be resumed and is skipped" in log
+    assert read_manifest(out / "checkpoint-2").parallel["tp"] == 2
+    alone = train_by_workers(ranks, assets, tmp_path / "alone", resume_from_checkpoint=str(out / "checkpoint-2"))
+    assert len(losses(log)) == 4
     assert losses(alone) == pytest.approx(losses(log)[2:], abs=1e-6)
-    last = canonical_digests(tmp_path / "out" / "checkpoint-4")
-    assert list(canonical_digests(tmp_path / "out")) == [one for one in last if one.role == "model_state"]
+    last = canonical_digests(out / "checkpoint-4")
+    assert list(canonical_digests(out)) == [one for one in last if one.role == "model_state"]
     assert (tmp_path / "alone" / "tokenizer.json").exists()
 
 
 def test_the_command_line_reports_another_corpus_and_tokenizer_at_a_resume_and_nothing_of_the_same_run(
-    ranks: ForkServer, corpus: Path, tmp_path: Path
+    ranks: ForkServer, assets: Assets, tmp_path: Path
 ) -> None:
     differs = "This run differs from the one that saved step 2"
-    train_by_workers(ranks, write_yaml(corpus, tmp_path / "out"))
-    resume = {"resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-2")}
-    moved = shutil.copytree(corpus / "model", tmp_path / "model")
-    same = train_by_workers(ranks, write_yaml(corpus, tmp_path / "same", model_name_or_path=str(moved), **resume))
-    assert differs not in same
+    train_by_workers(ranks, assets, tmp_path / "out")
+    moved = shutil.copytree(assets.models["llama"], tmp_path / "model")
+    again = {"resume_from_checkpoint": str(tmp_path / "out/checkpoint-2"), "model_name_or_path": str(moved)}
+    assert differs not in train_by_workers(ranks, assets, tmp_path / "same", **again)
     settings = json.loads((moved / "tokenizer_config.json").read_text())
     (moved / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": 77}))
-    text = (corpus / "train.jsonl").read_text()
+    text = assets.corpus.read_text()
     (tmp_path / "other.jsonl").write_text(text + text.splitlines()[0] + "\n")
-    data = {"train_dataset_path": str(tmp_path / "other.jsonl"), "model_name_or_path": str(moved)}
-    log = train_by_workers(ranks, write_yaml(corpus, tmp_path / "other", **data, **resume))
+    log = train_by_workers(ranks, assets, tmp_path / "other", **again, train_dataset_path=str(tmp_path / "other.jsonl"))
     table = log.partition(differs)[2]
     for key in ("train_dataset_path ", "train_dataset_sizes ", "tokenizer_config.json "):
         assert f"\n  {key}" in table
-
-
-def test_the_command_line_resumes_preference_training_from_the_checkpoint_that_is_named(
-    ranks: ForkServer, corpus: Path, tmp_path: Path
-) -> None:
-    pairs = [{"src": [f"What is {n}?"], "tgt": [], "response": [[f"It is {n}."], ["No."]]} for n in range(16)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({**one, "sort": [1, 0]}) + "\n" for one in pairs))
-    keys = {
-        "stage": "DPO",
-        "train_dataset_path": str(tmp_path / "pairs.jsonl"),
-        "eval_dataset_path": str(tmp_path / "pairs.jsonl"),
-        "template_backend": "custom",
-        "template": "default",
-        "max_prompt_len": 32,
-        "reference_free": True,
-        "loss_type": "simpo",
-    }
-    whole = losses(train_by_workers(ranks, write_yaml(corpus, tmp_path / "out", **keys)))
-    assert len(whole) == 4
-    named = str(tmp_path / "out" / "checkpoint-2")
-    # In the directory with a newer one, which PaddleFormers would take.
-    again = write_yaml(corpus, tmp_path / "out", **keys, resume_from_checkpoint=named)
-    assert losses(train_by_workers(ranks, again)) == whole[2:]
-
-
-def test_the_command_line_is_not_misled_by_an_unfinished_directory(
-    ranks: ForkServer, corpus: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)
-    log = train_by_workers(ranks, write_yaml(corpus, tmp_path / "out"))
-    assert len(losses(log)) == 4
-    assert "checkpoint-2 cannot be resumed and is skipped" in log
 
 
 @on_ranks(2)
@@ -316,18 +257,19 @@ def test_keys_that_cannot_be_meant_are_refused_before_a_process_group() -> None:
 
 
 def test_a_worker_stops_on_a_renamed_method_and_trains_without_flex_checkpoint(
-    ranks: ForkServer, corpus: Path, tmp_path: Path
+    ranks: ForkServer, assets: Assets, tmp_path: Path
 ) -> None:
-    def train(path: Path) -> tuple[bool, str]:
+    def train(name: str, **keys: Any) -> tuple[bool, str]:
+        path = write_recipe("llama_pt", assets, tmp_path / name, max_steps=2, save_steps=9, **keys)
         given = {"yaml": str(path), "name": "_save_checkpoint"}
         result = ranks.attempt("tests.trainer.upstream_jobs:command_line_with_a_renamed_method", 1, given)
         return result.ok, result.logs[0].read_text()
 
-    ok, log = train(write_yaml(corpus, tmp_path / "out"))
+    ok, log = train("out")
     assert not ok
     assert "paddleformers.trainer.trainer:Trainer._save_checkpoint is missing" in log
     assert not losses(log)
-    ok, log = train(write_yaml(corpus, tmp_path / "stock", flex_checkpoint=False, max_steps=2, save_steps=9))
+    ok, log = train("stock", flex_checkpoint=False)
     assert ok, log[-3000:]
     assert "This environment does not support flex_checkpoint: true" in log
     assert len(losses(log)) == 2

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from paddleformers_fc.upstream import LIBRARY
 from tests.harness.limits import LIMIT
-from tests.harness.tiny import DP2, MatrixLayout
-from tests.trainer.test_entry_points import ROOT, write_yaml
+from tests.harness.on_ranks import run_on_ranks
+from tests.harness.tiny import DP2
+from tests.trainer.jobs import trained
+from tests.trainer.test_entry_points import ROOT, write_recipe
 from tests.trainer.test_sonic_moe import EXPERT
+from verification.demo.assets import prepare
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
-JOB = "tests.trainer.library_jobs:run"
 KEY = re.compile(r"\b(_?)save_to_hf\b")
 CALLBACK = """
 
@@ -47,13 +51,7 @@ OLD = "InterleaveGateUpCallback(self.model, resume_from_checkpoint, self.args.ou
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of PaddleFormers, and ranks that import it.
-
-    Args:
-        name: of the package.
-        directory: of the package, to be named in PYTHONPATH.
-        ranks: start with it.
-    """
+    """A copy of PaddleFormers: its package, the directory to name in PYTHONPATH, and ranks that start with it."""
 
     name: str
     directory: Path
@@ -95,35 +93,39 @@ def copied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             yield Copy(request.param, directory, ranks)
 
 
-def settings(layout: MatrixLayout, output_dir: Path, resume: Path | None = None, **arguments: Any) -> dict[str, Any]:
-    """The keyword arguments of a job that saves the steps 2 and 4."""
-    return {
-        "layout": layout.to_json(),
-        "output_dir": str(output_dir),
-        "arguments": {"max_steps": 4, "save_steps": 2, "flex_unknown_versions": "warn", **arguments},
-        "resume": None if resume is None else str(resume),
-    }
+def train(output_dir: Path, resume: Path | None) -> dict[str, Any]:
+    """Train by the library of this process, with its own optimizer; save the steps 2 and 4, and export.
+
+    Returns:
+        the losses, and the package of the Trainer.
+    """
+    arguments = {"optim": "adamw_custom", "max_steps": 4, "save_steps": 2, "flex_unknown_versions": "warn"}
+    trainer = trained(DP2, output_dir, arguments, resume=resume)
+    trainer.save_model(str(output_dir / "export"))
+    kind = import_module(f"{LIBRARY}.trainer").Trainer
+    assert isinstance(trainer, kind)
+    return {"losses": trainer.losses, "library": kind.__module__.partition(".")[0]}
+
+
+def train_by(server: ForkServer, output_dir: Path, resume: Path | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = run_on_ranks(server, 2, train, output_dir=output_dir, resume=resume)[0]
+    return found
 
 
 @pytest.fixture(scope="module")
 def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """A run of the installed PaddleFormers on two ranks: the output directory and the losses."""
     output_dir = tmp_path_factory.mktemp("saved")
-    values = ranks.run(JOB, 2, settings(DP2, output_dir)).values
-    return output_dir, values[0]["losses"]
+    return output_dir, train_by(ranks, output_dir)["losses"]
 
 
-def test_a_copy_trains_saves_and_exports_as_the_installed_library(
-    copied: Copy, saved: tuple[Path, list[float]], tmp_path: Path
+def test_a_copy_trains_saves_and_exports_as_the_installed_library_and_each_resumes_the_other(
+    copied: Copy, ranks: ForkServer, saved: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
-    values = copied.ranks.run(JOB, 2, settings(DP2, tmp_path)).values
-    assert [value["library"] for value in values] == [copied.name] * 2
-    assert values[0]["losses"] == saved[1]
-    for step in (2, 4):
-        of_copy, of_installed = (list(canonical_digests(root / f"checkpoint-{step}")) for root in (tmp_path, saved[0]))
-        assert of_copy == of_installed
+    installed, losses = saved
+    assert train_by(copied.ranks, tmp_path) == {"losses": losses, "library": copied.name}
     exported, expected = (
-        {path.name: path.read_bytes() for path in sorted((root / "export").iterdir())} for root in (tmp_path, saved[0])
+        {path.name: path.read_bytes() for path in sorted((root / "export").iterdir())} for root in (tmp_path, installed)
     )
     assert exported.keys() == expected.keys()
     # The arguments have the name of the key and the output directory, and the configuration that of the library.
@@ -131,26 +133,11 @@ def test_a_copy_trains_saves_and_exports_as_the_installed_library(
     named = {"config.json", "flex_checksums.json"} if copied.name == "paddlefleet" else set()
     assert differing == {"training_args.json", *named}
     assert exported["config.json"].replace(b"paddlefleet", b"paddleformers") == expected["config.json"]
-
-
-def test_a_copy_resumes_what_the_installed_library_saved_and_the_reverse(
-    copied: Copy, ranks: ForkServer, saved: tuple[Path, list[float]], tmp_path: Path
-) -> None:
-    there = settings(DP2, tmp_path / "there", saved[0] / "checkpoint-2")
-    first = copied.ranks.run(JOB, 2, there).values[0]["losses"]
-    back = settings(DP2, tmp_path / "back", tmp_path / "there/checkpoint-4", max_steps=6)
-    onwards = ranks.run(JOB, 2, back).values[0]["losses"]
-    assert len(onwards) == 2
-    assert first == saved[1][2:]
-    last, expected = (list(canonical_digests(root / "checkpoint-4")) for root in (tmp_path / "there", saved[0]))
-    assert last == expected
-
-
-def one_rank(sonic: bool, output_dir: Path, steps: int, resume: Path | None = None, **arguments: Any) -> dict[str, Any]:
-    """The keyword arguments of a training of stacked experts, saved at every second step."""
-    given = {"max_steps": steps, "save_steps": 2, "flex_unknown_versions": "warn", **arguments}
-    resumed = {} if resume is None else {"resume": str(resume)}
-    return {"sonic": sonic, "switched": sonic, "output_dir": str(output_dir), "arguments": given, **resumed}
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert train_by(copied.ranks, there, installed / "checkpoint-2")["losses"] == losses[2:]
+    assert train_by(ranks, back, tmp_path / "checkpoint-2")["losses"] == losses[2:]
+    last = list(canonical_digests(installed / "checkpoint-4"))
+    assert all(list(canonical_digests(root / "checkpoint-4")) == last for root in (tmp_path, there, back))
 
 
 @pytest.mark.parametrize("copied", ["paddlefleet"], indirect=True)
@@ -158,21 +145,22 @@ def one_rank(sonic: bool, output_dir: Path, steps: int, resume: Path | None = No
 def test_experts_that_a_library_switches_in_every_step_are_saved_as_they_are_between_steps(
     copied: Copy, tmp_path: Path, asynchronous: bool
 ) -> None:
-    def train(*given: Any, **arguments: Any) -> dict[str, Any]:
-        values: list[dict[str, Any]] = copied.ranks.run(
-            "tests.trainer.alternating_jobs:run", 1, one_rank(*given, **arguments)
-        ).values
-        return values[0]
+    def run(sonic: bool, output_dir: Path, steps: int, resume: Path | None = None, **more: Any) -> dict[str, Any]:
+        given: dict[str, Any] = {"sonic": sonic, "switched": sonic, "output_dir": str(output_dir)}
+        given["arguments"] = {"max_steps": steps, "save_steps": 2, "flex_unknown_versions": "warn", **more}
+        given["resume"] = None if resume is None else str(resume)
+        found: dict[str, Any] = copied.ranks.run("tests.trainer.alternating_jobs:run", 1, given).values[0]
+        return found
 
-    plain = train(False, tmp_path / "plain", 4)
-    switched = train(True, tmp_path / "switched", 4, flex_async_save=asynchronous)
+    plain = run(False, tmp_path / "plain", 4)
+    switched = run(True, tmp_path / "switched", 4, flex_async_save=asynchronous)
     assert switched["losses"] == pytest.approx(plain["losses"], abs=2e-5)
     assert (plain["passes_change_weights"], switched["passes_change_weights"]) == (False, True)
     # No step is trained: a model without the option saves what it has loaded.
-    train(False, tmp_path / "again", 2, tmp_path / "switched/checkpoint-2")
+    run(False, tmp_path / "again", 2, tmp_path / "switched/checkpoint-2")
     first, second = (list(canonical_digests(tmp_path / one / "checkpoint-2")) for one in ("again", "switched"))
     assert first == second
-    onwards = train(True, tmp_path / "on", 4, tmp_path / "switched/checkpoint-2")
+    onwards = run(True, tmp_path / "on", 4, tmp_path / "switched/checkpoint-2")
     assert (onwards["losses"], onwards["stack"]) == (switched["losses"][2:], switched["stack"])
     exported = load_file(tmp_path / "switched/export/model.safetensors")
     for expert, stack in enumerate(np.array(switched["stack"], "float32")):
@@ -182,13 +170,12 @@ def test_experts_that_a_library_switches_in_every_step_are_saved_as_they_are_bet
 
 
 @pytest.mark.slow
-def test_our_command_line_trains_and_resumes_with_a_copy(copied: Copy, ranks: ForkServer, tmp_path: Path) -> None:
-    ranks.run("tests.trainer.entry_jobs:write_corpus", 1, {"directory": str(tmp_path), "text": str(ROOT / "LICENSE")})
-    path = write_yaml(tmp_path, tmp_path / "out", flex_unknown_versions="warn")
+def test_our_command_line_trains_and_resumes_with_a_copy(copied: Copy, tmp_path: Path) -> None:
+    path = write_recipe("llama_pt", prepare(tmp_path / "assets"), tmp_path / "out", flex_unknown_versions="warn")
     environment = {**os.environ, "PYTHONPATH": f"{copied.directory}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     command = [str(Path(sys.executable).with_name("paddleformers-fc")), "train", str(path), "--nproc", "2"]
-    for steps, resume in (("2", "false"), ("4", "true")):
+    for steps, resume in (("3", "false"), ("6", "true")):
         given = [*command, f"max_steps={steps}", f"resume_from_checkpoint={resume}"]
         done = subprocess.run(given, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert sorted(one.name for one in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert sorted(one.name for one in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-6"]

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import shutil
+import threading
+import zlib
+from collections.abc import Callable
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from paddleformers_fc.errors import FlexError
+from paddleformers_fc.errors import FlexError, MismatchError, OptionError
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
-from tests.formats.test_quantized import DECLARED, expected, quantized, write
+from tests.formats.test_quantized import write
 from tests.harness import tiny
-from tests.harness.on_ranks import run_on_ranks
-from tests.trainer.open_weights_jobs import serve_as_hub, training_arguments
+from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.harness.tiny import DP2, PP2, SD2V2, SINGLE, TP2, MatrixLayout
+from tests.trainer.export_jobs import configured, export_weights
+from tests.trainer.jobs import weights_of as bits
 from tests.trainer.test_pretrained import weights_of
 from verification.forkserver import ForkServer
-
-JOBS = "tests.trainer.open_weights_jobs"
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +36,47 @@ def llama(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return weights_of(ranks, tmp_path_factory.mktemp("llama"), "llama", {})
 
 
-def come_by(ranks: ForkServer, way: str, source: Path, tmp_path: Path, **job: Any) -> dict[str, Any]:
-    """How a training ends whose script comes by its model in a way."""
-    kwargs = {"way": way, "source": str(source), "output_dir": str(tmp_path / "out"), **job}
-    found: dict[str, Any] = ranks.run(f"{JOBS}:train_model_of", 1, kwargs).values[0]
-    return found
+# ---- Bodies that run on ranks.
+
+
+def training_arguments(output_dir: Path, layout: MatrixLayout = SINGLE, **changed: Any) -> Any:
+    from paddleformers_fc import FlexTrainingArguments
+
+    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **changed}
+    return tiny.training_arguments(layout, str(output_dir), **settings)
+
+
+def load_and_export(
+    layout: MatrixLayout, output_dir: Path, source: Path, model: dict[str, Any] | None = None
+) -> list[str]:
+    """``from_pretrained`` under a layout, and an export of what it made; what it logged as a warning on this rank."""
+    from paddleformers.transformers import AutoModelForCausalLM, AutoModelForCausalLMPipe
+    from paddleformers.utils.log import logger
+
+    args = training_arguments(output_dir / "run", layout)
+    kind = AutoModelForCausalLMPipe if layout.pp > 1 else AutoModelForCausalLM
+    config = configured(layout, args, source, **(model or {}))
+    with mock.patch.object(logger, "warning") as warning:
+        built = kind.from_pretrained(str(source), config=config)
+    export_weights(built, output_dir / f"again-{layout.name}")
+    return [line for (line, *_), _ in warning.call_args_list if str(source) in line]
+
+
+def from_pretrained(source: Path | str) -> Any:
+    from paddleformers.transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(str(source), dtype="float32")
+
+
+def fresh(source: Path) -> Any:
+    from paddleformers.transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(str(source))
+    config.fuse_rms_norm = False
+    return AutoModelForCausalLM.from_config(config, dtype="float32")
+
+
+# ---- Tests.
 
 
 @pytest.mark.parametrize(
@@ -44,69 +87,103 @@ def test_from_pretrained_fills_every_layout_with_the_bits_of_the_files(
 ) -> None:
     source = weights_of(ranks, tmp_path, model_type, model)
     original = load_file(source / "model.safetensors")
-    for layout in (tiny.TP2, tiny.PP2, tiny.SD2V2):
-        target = tmp_path / f"again-{layout.name}"
-        job = {"layout": layout.to_json(), "output_dir": str(tmp_path / "run"), "source": str(source)}
-        warnings = ranks.run(f"{JOBS}:load_and_export", layout.nproc, {**job, "target": str(target)}).values
-        assert warnings == ([],) * layout.nproc
-        again = load_file(target / "model.safetensors")
+    for layout in (TP2, PP2, SD2V2):
+        given: dict[str, Any] = {"layout": layout, "output_dir": tmp_path, "source": source}
+        assert run_on_ranks(ranks, 2, load_and_export, **given) == ([], [])
+        again = load_file(tmp_path / f"again-{layout.name}" / "model.safetensors")
         assert again.keys() == original.keys()
         assert all(array.tobytes() == original[name].tobytes() for name, array in again.items())
+    if model_type == "ernie4_5_moe":  # What a later stage does not find in the files is reported too.
+        found = run_on_ranks(ranks, 2, load_and_export, **{**given, "layout": PP2, "model": {"moe_use_aux_free": True}})
+        bias = "model.layers.{1...3}.mlp.moe_statics.e_score_correction_bias"
+        assert found == ([f"{bias} is not in {source} and keeps its initial values."], [])
 
 
-def test_fp8_weights_with_block_scales_fill_tensor_parallel_ranks_and_are_exported_plain(
-    ranks: ForkServer, llama: Path, tmp_path: Path
+# In eight bits: tests/formats/test_quantized.py.
+@on_ranks(layout=SINGLE)
+def test_mxfp4_weights_of_gpt_oss_fill_paddleformers_class_and_are_exported_plain(
+    layout: MatrixLayout, tmp_path: Path
 ) -> None:
-    source = shutil.copytree(llama, tmp_path / "fp8", ignore=shutil.ignore_patterns(CHECKSUMS_NAME))
-    stored, wanted = {}, load_file(source / "model.safetensors")
-    for name, array in wanted.items():
-        if not name.endswith("_proj.weight"):
-            stored[name] = array
-            continue
-        numbers, scales = quantized(array.astype(np.float32))
-        stored |= {name: numbers, f"{name}_scale_inv": scales}
-        wanted[name] = expected(numbers, scales).astype(array.dtype)
-    save_file(stored, source / "model.safetensors")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "quantization_config": DECLARED}))
-    job = {"layout": tiny.TP2.to_json(), "output_dir": str(tmp_path / "run"), "source": str(source)}
-    assert ranks.run(f"{JOBS}:load_and_export", 2, {**job, "target": str(tmp_path / "again")}).values == ([], [])
-    again = load_file(tmp_path / "again" / "model.safetensors")
+    wanted = write(tmp_path / "mxfp4", "gpt_oss")
+    assert load_and_export(layout, tmp_path, tmp_path / "mxfp4") == []
+    again = load_file(tmp_path / "again-single" / "model.safetensors")
     assert again.keys() == wanted.keys()
-    assert all(array.tobytes() == wanted[name].tobytes() for name, array in again.items())
-    exported = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert all(np.array_equal(array, wanted[name]) for name, array in again.items())
+    exported = json.loads((tmp_path / "again-single" / "config.json").read_text())
     assert (exported.get("quantization_config") or {}).get("quant_method") is None
 
 
-def test_mxfp4_weights_of_gpt_oss_fill_paddleformers_class_and_are_exported_plain(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    wanted = write(tmp_path / "mxfp4", "gpt_oss")
-    job = {"layout": tiny.SINGLE.to_json(), "output_dir": str(tmp_path / "run"), "source": str(tmp_path / "mxfp4")}
-    assert ranks.run(f"{JOBS}:load_and_export", 1, {**job, "target": str(tmp_path / "again")}).values == ([],)
-    again = load_file(tmp_path / "again" / "model.safetensors")
-    assert again.keys() == wanted.keys()
-    assert all(np.array_equal(array, wanted[name]) for name, array in again.items())
+@on_ranks(1)
+def test_a_model_and_the_random_numbers_after_it_are_those_of_the_stock_loader(llama: Path, tmp_path: Path) -> None:
+    import paddle
+
+    source, found = shutil.copytree(llama, tmp_path / "weights"), []
+    for is_ours in (False, True):
+        if is_ours:
+            training_arguments(tmp_path)
+        paddle.seed(7)
+        found.append((bits(from_pretrained(source)), paddle.rand([4]).tolist()))
+    assert found[0] == found[1]
+    assert bits(fresh(source)) != found[1][0]
 
 
-def test_what_a_later_pipeline_stage_does_not_find_in_the_files_is_reported_too(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
-    source = weights_of(ranks, tmp_path, "ernie4_5_moe", {})
-    job = {"layout": tiny.PP2.to_json(), "output_dir": str(tmp_path / "run"), "source": str(source)}
-    job |= {"model": {"moe_use_aux_free": True}, "target": str(tmp_path / "again")}
-    warnings = ranks.run(f"{JOBS}:load_and_export", 2, job).values
-    bias = "model.layers.{1...3}.mlp.moe_statics.e_score_correction_bias"
-    assert warnings == ([f"{bias} is not in {source} and keeps its initial values."], [])
+def after_import(source: Path, output_dir: Path) -> Any:
+    import paddleformers_fc
+
+    _ = paddleformers_fc.FlexTrainer
+    return from_pretrained(source)
 
 
-def test_a_model_and_the_random_numbers_after_it_are_those_of_the_stock_loader(
-    ranks: ForkServer, llama: Path, tmp_path: Path
-) -> None:
-    source = shutil.copytree(llama, tmp_path / "weights")
-    kwargs = {"output_dir": str(tmp_path / "out"), "source": str(source)}
-    found = ranks.run(f"{JOBS}:load_beside_stock", 1, kwargs).values[0]
-    assert found == {"equal": True, "initial": True}
+def installed(source: Path, output_dir: Path) -> Any:
+    from paddleformers_fc import install
+
+    install()
+    return from_pretrained(source)
+
+
+def after_arguments(source: Path, output_dir: Path) -> Any:
+    training_arguments(output_dir)
+    return from_pretrained(source)
+
+
+def filled_again(source: Path, output_dir: Path) -> Any:
+    from paddleformers_fc import load_open_weights
+
+    model = after_import(source, output_dir)
+    load_open_weights(model, str(source))
+    return model
+
+
+def part_of_another(source: Path, output_dir: Path) -> Any:
+    from paddleformers.transformers import LlamaForCausalLM
+
+    inner = after_import(source, output_dir)
+
+    class Wrapper(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.wrapped = inner
+
+    return Wrapper(inner.config)
+
+
+def fresh_with_values(source: Path, output_dir: Path) -> Any:
+    """Values that a script assigns are its own."""
+    import paddleformers_fc
+
+    _ = paddleformers_fc.FlexTrainer
+    model = fresh(source)
+    for parameter in model.parameters():
+        parameter.set_value(parameter * 0.5)
+    return model
+
+
+WAYS: dict[str, Callable[[Path, Path], Any]] = {
+    "copied": lambda *places: copy.deepcopy(after_import(*places)),
+    **{one.__name__: one for one in (after_import, installed, after_arguments)},
+    **{one.__name__: one for one in (filled_again, part_of_another, fresh_with_values)},
+}
+"""How a script comes by its model."""
 
 
 @pytest.mark.parametrize(
@@ -115,65 +192,94 @@ def test_a_model_and_the_random_numbers_after_it_are_those_of_the_stock_loader(
         pytest.param("after_arguments", "FlexTrainer", "", marks=pytest.mark.chosen),
         ("installed", "Trainer", ""),
         ("filled_again", "Trainer", ""),
-        ("fresh_after_import", "FlexTrainer", ""),
-        # Values that a script assigns are its own.
         pytest.param("fresh_with_values", "FlexTrainer", "", marks=pytest.mark.chosen),
-        ("set_by_hand", "FlexTrainer", ""),
-        pytest.param("imported", "FlexTrainer", "the model", marks=pytest.mark.chosen),
+        pytest.param("after_import", "FlexTrainer", "the model", marks=pytest.mark.chosen),
         ("copied", "Trainer", "the model"),
         ("part_of_another", "FlexTrainer", "wrapped"),
     ],
 )
+@on_ranks(1)
 def test_a_model_is_trained_unless_paddleformers_loader_alone_has_filled_it(
-    ranks: ForkServer, llama: Path, tmp_path: Path, way: str, trainer: str, refused: str
+    llama: Path, tmp_path: Path, way: str, trainer: str, refused: str
 ) -> None:
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc import FlexTrainer, install
+
+    def times() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in (source, *source.iterdir())}
+
+    def train() -> list[float]:
+        if trainer == "Trainer":
+            install()
+        args = training_arguments(tmp_path / "out", max_steps=2)
+        made = tiny.trainer(model, args, cls=Trainer if trainer == "Trainer" else FlexTrainer)
+        made.train()
+        return list(made.losses)
+
     source = shutil.copytree(llama, tmp_path / "weights")
-    before = {path.name: path.stat().st_mtime_ns for path in (source, *source.iterdir())}
-    found = come_by(ranks, way, source, tmp_path, trainer=trainer)
+    before = times()
+    model = WAYS[way](source, tmp_path / "out")
     if refused:
-        assert found.get("error") == "OptionError", found
-        assert f"\n  - {refused}: LlamaForCausalLM.from_pretrained('{source}')\n" in found["message"]
-        assert "load_open_weights" in found["message"]
+        with pytest.raises(OptionError, match="load_open_weights") as caught:
+            train()
+        assert f"\n  - {refused}: LlamaForCausalLM.from_pretrained('{source}')\n" in str(caught.value)
         return
-    assert len(found.get("losses", ())) == 2, found
-    after = {path.name: path.stat().st_mtime_ns for path in (source, *source.iterdir())}
-    assert after == before or way == "filled_again"  # There PaddleFormers has loaded first.
+    assert len(train()) == 2
+    assert times() == before or way == "filled_again"  # There PaddleFormers has loaded first.
 
 
-def test_one_rank_that_was_filled_by_another_loader_stops_all(ranks: ForkServer, llama: Path, tmp_path: Path) -> None:
-    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out")}
-    outcomes = ranks.run(f"{JOBS}:train_where_one_rank_differs", 2, kwargs).values
-    assert outcomes[0] == outcomes[1]
-    assert "where: model (on rank 1)" in outcomes[0]
-
-
-@pytest.mark.parametrize(
-    ("change", "verified"), [(None, False), ("model.norm.weight", False), ("model.norm.weight", True)]
-)
-def test_a_reference_model_is_verified_or_the_model_or_refused(
-    ranks: ForkServer, llama: Path, tmp_path: Path, change: str | None, verified: bool
+@on_ranks(layout=DP2)
+def test_one_rank_that_was_filled_by_another_loader_stops_all(
+    layout: MatrixLayout, llama: Path, tmp_path: Path
 ) -> None:
-    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "change": change, "verified": verified}
-    found = ranks.run(f"{JOBS}:train_beside_reference", 1, kwargs).values[0]
-    if change is None or verified:
-        assert found == {"step": 1}
+    import paddle.distributed as dist
+
+    from paddleformers_fc import FlexTrainer
+    from paddleformers_fc.trainer import pretrained
+
+    args = training_arguments(tmp_path, layout)
+    model = fresh(llama)
+    if dist.get_rank() == 1:
+        pretrained.note_unverified(model, "a loader")
+    with pytest.raises(FlexError, match=r"where: model \(on rank 1\)"):
+        tiny.trainer(model, args, cls=FlexTrainer)
+
+
+@pytest.mark.parametrize(("is_changed", "is_read"), [(False, False), (True, False), (True, True)])
+@on_ranks(1)
+def test_a_reference_model_is_verified_or_the_model_or_refused(
+    llama: Path, tmp_path: Path, is_changed: bool, is_read: bool
+) -> None:
+    from paddleformers_fc import FlexTrainer
+
+    args = training_arguments(tmp_path, max_steps=1)
+    model, reference = from_pretrained(llama), from_pretrained(llama) if is_read else fresh(llama)
+    if not is_read:
+        reference.set_state_dict(model.state_dict())
+    if is_changed:
+        norm = dict(reference.named_parameters())["model.norm.weight"]
+        norm.set_value(norm + 1)
+    trainer = tiny.trainer(model, args, cls=FlexTrainer)
+    trainer.ref_model = reference
+    if is_changed and not is_read:
+        with pytest.raises(MismatchError, match=r"\n  - model\.norm\.weight: not equal to the model's\n"):
+            trainer.train()
     else:
-        assert found["error"] == "MismatchError"
-        assert f"\n  - {change}: not equal to the model's\n" in found["message"]
+        trainer.train()
+        assert trainer.state.global_step == 1
 
 
-def refuse(llama: Path, ernie: Path, repository: Path, output_dir: Path) -> None:
-    """Call ``from_pretrained`` with arguments and weights that do not fit, and with some that do.
-
-    Args:
-        llama: weights of a Llama.
-        ernie: the same, beside the configuration of another family.
-        repository: a directory that contains them in ``weights``.
-        output_dir: of the training.
-    """
+@on_ranks(1)
+def test_arguments_and_weights_that_do_not_fit_are_refused_with_the_reason(llama: Path, tmp_path: Path) -> None:
     import paddleformers.transformers as transformers
 
-    training_arguments(str(output_dir))
+    ernie = shutil.copytree(llama, tmp_path / "ernie")  # The same, beside the configuration of another family.
+    config = json.loads((ernie / "config.json").read_text())
+    (ernie / "config.json").write_text(json.dumps({**config, "model_type": "ernie4_5"}))
+    (ernie / CHECKSUMS_NAME).unlink()
+    shutil.copytree(llama, tmp_path / "repository/weights")
+    training_arguments(tmp_path / "out")
 
     def load(named: Path | str = llama, *more: Any, cls: str = "LlamaForCausalLM", **arguments: Any) -> str:
         if "config" in arguments:
@@ -184,74 +290,117 @@ def refuse(llama: Path, ernie: Path, repository: Path, output_dir: Path) -> None
             return f"{type(error).__name__}: {error}"
         return type(made).__name__
 
-    other: dict[str, Any] = {"state_dict": {}, "ignore_mismatched_sizes": True, "variant": "fp16"}
-    other |= {"key_mapping": {"a": "b"}, "use_safetensors": False, "load_checkpoint_format": ""}
-    for name, value in other.items():
+    unsupported: dict[str, Any] = {"state_dict": {}, "ignore_mismatched_sizes": True, "variant": "fp16"}
+    unsupported |= {"key_mapping": {"a": "b"}, "use_safetensors": False, "load_checkpoint_format": ""}
+    for name, value in unsupported.items():
         line = load(**{name: value})
         assert line.startswith("OptionError: flex_checkpoint: true contradicts an argument of from_pretrained.")
         assert f"  - {name}" in line
     same = {"low_cpu_mem_usage": True, "convert_from_hf": False, "load_via_cpu": True, "use_safetensors": True}
     for given in (same, {"load_checkpoint_format": "flex_checkpoint", "ignore_mismatched_sizes": False}):
         assert load(**given) == "LlamaForCausalLM"
-    assert load(repository, subfolder="weights") == "LlamaForCausalLM"
+    assert load(tmp_path / "repository", subfolder="weights") == "LlamaForCausalLM"
     heads = load(config={"num_attention_heads": 8, "num_key_value_heads": 4})
     assert heads.startswith("MismatchError: The open weights and the model do not fit: 2 differences.")
-    assert "num_attention_heads: stored 4, expected 8" in heads
     assert "or correct the config.json next to them" in heads
-    family = load(ernie, config={})
-    assert family.startswith("MismatchError: The open weights and the model do not fit: 1 difference.")
-    assert "model_type: stored ernie4_5, expected llama" in family
-    positional = load(llama, 1)
-    assert "does not support positional arguments of the model" in positional
-    assert "- 1 argument after the path" in positional
-    assert f"next: Name the directory, {llama}." in load(llama / "model.safetensors", config={})
-    missing = load("no/model", config={})
-    assert missing.startswith("NotACheckpoint: no/model is neither a directory nor a model on a hub")
-    assert load(cls="LlamaModel").startswith("MappingError")
-    for cls, model_type in (
-        ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
-        ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"),
+    for line, expected in (
+        (heads, "num_attention_heads: stored 4, expected 8"),
+        (load(ernie, config={}), "model_type: stored ernie4_5, expected llama"),
+        (load(llama, 1), "does not support positional arguments of the model"),
+        (load(llama, 1), "- 1 argument after the path"),
+        (load(llama / "model.safetensors", config={}), f"next: Name the directory, {llama}."),
+        (load("no/model", config={}), "NotACheckpoint: no/model is neither a directory nor a model on a hub"),
+        (load(cls="LlamaModel"), "MappingError: "),
+        (load(cls="Ernie4_5_MoeForCausalLM"), "model_type: stored llama, expected ernie4_5_moe"),
+        (load(cls="Qwen2_5_VLForConditionalGeneration"), "model_type: stored llama, expected qwen2_5_vl"),
     ):
-        assert f"model_type: stored llama, expected {model_type}" in load(cls=cls)
+        assert expected in line
 
 
-def test_arguments_and_weights_that_do_not_fit_are_refused_with_the_reason(
-    ranks: ForkServer, llama: Path, tmp_path: Path
-) -> None:
-    ernie = shutil.copytree(llama, tmp_path / "ernie")
-    config = json.loads((ernie / "config.json").read_text())
-    (ernie / "config.json").write_text(json.dumps({**config, "model_type": "ernie4_5"}))
-    (ernie / CHECKSUMS_NAME).unlink()
-    shutil.copytree(llama, tmp_path / "repository/weights")
-    given = {"llama": llama, "ernie": ernie, "repository": tmp_path / "repository"}
-    run_on_ranks(ranks, 1, refuse, output_dir=tmp_path / "out", **given)
+def hub_of(directory: Path) -> ThreadingHTTPServer:
+    """A server that answers as a hub of Hugging Face does for one model, ``someone/model``."""
+
+    class Hub(SimpleHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def translate_path(self, path: str) -> str:
+            return str(directory / path.removeprefix("/someone/model/resolve/main/").removeprefix("/"))
+
+        def end_headers(self) -> None:
+            self.send_header("ETag", f'"{zlib.crc32(self.path.encode()):040x}"')
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("X-Error-Code", "EntryNotFound")  # Read where a file is missing.
+            super().end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
 
 
-def test_a_name_of_a_hub_is_found_where_paddleformers_finds_it(ranks: ForkServer, llama: Path, tmp_path: Path) -> None:
+@on_ranks(1)
+def test_a_name_of_a_hub_is_found_where_paddleformers_finds_it(llama: Path, tmp_path: Path) -> None:
+    """In its home directory, and on a hub that answers on this machine."""
+    from huggingface_hub import constants, hf_api
+
     source = shutil.copytree(llama, tmp_path / "weights")
-    server = serve_as_hub(source)
-    kwargs = {"source": str(source), "output_dir": str(tmp_path / "out"), "home": str(tmp_path / "home")}
-    kwargs |= {"hub": f"http://127.0.0.1:{server.server_address[1]}", "cache": str(tmp_path / "cache")}
-    found = ranks.run(f"{JOBS}:load_by_name", 1, kwargs).values[0]
-    server.shutdown()
-    assert found == {"home": True, "hub": True}
+    # The client reads these from the environment when it is imported, which the fork server has done.
+    hub = f"http://127.0.0.1:{hub_of(source).server_address[1]}"
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub)
+    constants.ENDPOINT, constants.HF_HUB_CACHE, hf_api.api.endpoint = hub, str(tmp_path / "cache"), hub
+    expected = bits(from_pretrained(source))
+    training_arguments(tmp_path / "out")
+    (tmp_path / "home/owner").mkdir(parents=True)
+    (tmp_path / "home/owner/model").symlink_to(source)
+    os.environ["PF_HOME"] = str(tmp_path / "home")
+    assert bits(from_pretrained("owner/model")) == expected
+    del os.environ["PF_HOME"]
+    assert bits(from_pretrained("someone/model")) == expected
+
+
+def bytes_read(source: Path, output_dir: Path, way: str) -> int:
+    """How many bytes of files this rank asked the system for while it loaded a model."""
+    from paddleformers.transformers import AutoModelForCausalLM
+
+    def asked() -> int:
+        return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"])
+
+    # Blocks are not compared: the file is one block, which a rank would read as a whole.
+    args = training_arguments(output_dir, DP2, flex_read=way, flex_verify="off")
+    config = configured(DP2, args, source)
+    before = asked()
+    AutoModelForCausalLM.from_pretrained(str(source), config=config)
+    return asked() - before
 
 
 def test_the_options_of_the_run_decide_how_open_weights_are_read(
     ranks: ForkServer, llama: Path, tmp_path: Path
 ) -> None:
     size = (llama / "model.safetensors").stat().st_size
-    kwargs = {"source": str(llama), "output_dir": str(tmp_path / "out"), "layout": tiny.DP2.to_json()}
-    each, once = (sum(ranks.run(f"{JOBS}:bytes_read", 2, {**kwargs, "way": way}).values) for way in ("each", "once"))
+    each, once = (
+        sum(run_on_ranks(ranks, 2, bytes_read, source=llama, output_dir=tmp_path, way=way)) for way in ("each", "once")
+    )
     assert size * 0.8 < each - once < size * 1.2
 
 
-def test_weights_in_paddleformers_own_format_are_converted_as_the_error_describes(
-    ranks: ForkServer, llama: Path, tmp_path: Path
-) -> None:
-    source = shutil.copytree(llama, tmp_path / "weights")
-    kwargs = {"source": str(source), "directory": str(tmp_path / "own"), "converted": str(tmp_path / "converted")}
-    found = ranks.run(f"{JOBS}:convert_from_pdparams", 1, {**kwargs, "output_dir": str(tmp_path / "out")}).values[0]
-    assert "model_state.pdparams: PaddleFormers' own format" in found["message"]
-    assert 'load_checkpoint_format="", convert_from_hf=False).save_pretrained(NEW_DIRECTORY)' in found["message"]
-    assert found["equal"]
+@on_ranks(1)
+def test_weights_in_paddleformers_own_format_are_converted_as_the_error_describes(llama: Path, tmp_path: Path) -> None:
+    import paddle
+    from paddleformers.transformers import AutoModelForCausalLM
+
+    model = from_pretrained(shutil.copytree(llama, tmp_path / "weights"))
+    expected, own = bits(model), tmp_path / "own"
+    own.mkdir()
+    paddle.save(model.state_dict(), str(own / "model_state.pdparams"))
+    model.config.save_pretrained(str(own))
+    again = AutoModelForCausalLM.from_pretrained(str(own), load_checkpoint_format="", convert_from_hf=False)
+    again.save_pretrained(str(tmp_path / "converted"))
+    training_arguments(tmp_path / "out")
+    with pytest.raises(FlexError) as refused:
+        from_pretrained(own)
+    text = str(refused.value)
+    assert "model_state.pdparams: PaddleFormers' own format" in text
+    assert 'load_checkpoint_format="", convert_from_hf=False).save_pretrained(NEW_DIRECTORY)' in text
+    assert bits(from_pretrained(tmp_path / "converted")) == expected

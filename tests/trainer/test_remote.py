@@ -1,21 +1,20 @@
-"""A run that resumes from a URL, and a model that starts from one: the same as from a directory."""
+"""A run that resumes from a URL as from a directory, and what is not written to one. A model: test_pretrained.py."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.storage.paths import parse_path
 from paddleformers_fc.trainer import documents, save
 from paddleformers_fc.trainer.options import FlexFields, check_options
 from paddleformers_fc.trainer.session import SESSION
 from tests.harness.tiny import SD2V2, TP2
 from tests.storage.serving import serving
-from tests.trainer.test_pretrained import start, weights_of
 from tests.trainer.test_trainer import JOBS, SIX_STEPS, Saved, settings, train_six
 from verification.forkserver import ForkServer
 
@@ -37,42 +36,27 @@ def test_a_run_resumed_from_a_url_continues_as_if_uninterrupted(
     assert result.values[0]["losses"] == pytest.approx(saved.losses[3:], abs=1e-6)
 
 
-def test_a_model_starts_from_open_weights_behind_a_url(ranks: ForkServer, tmp_path: Path) -> None:
-    source = weights_of(ranks, tmp_path, "llama", {})
-    with serving(tmp_path) as served:
-        url = f"{served.url}/weights"
-        report = start(ranks, tmp_path, TP2, url, model_type="llama", model={})  # type: ignore[arg-type]
-    assert report == {"fresh": [], "dropped": []}
-    assert (tmp_path / "again-tp2/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("url", ["s3://bucket/out", "memory://out", "https://ann:secret@host/out"])
-def test_an_output_directory_that_is_a_url_is_refused_before_training(url: str) -> None:
+def test_neither_checkpoints_nor_exports_are_written_to_a_url() -> None:
     options = FlexFields()
-    options.output_dir = url  # type: ignore[attr-defined]
+    options.output_dir = "https://ann:secret@host/out"  # type: ignore[attr-defined]
     check_options(options)
     options.flex_checkpoint = True
-    with pytest.raises(OptionError, match="A checkpoint cannot be written to") as caught:
-        check_options(options)
-    assert str(parse_path(url)) in caught.value.what
-    assert "secret" not in caught.value.render()
-    assert "upload its files" in caught.value.next_step
+    trainer = SimpleNamespace(args=options, **{SESSION: "not read"})
+    writes: dict[str, Callable[[], object]] = {
+        "A checkpoint cannot be written to https://***@host/out": lambda: check_options(options),
+        "An export cannot be written to memory://hf": lambda: save.save_model(trainer, pytest.fail, "memory://hf"),
+        "An export cannot be written to s3://a/hf": lambda: save.save_pretrained(trainer, pytest.fail, "s3://a/hf"),
+    }
+    for what, write in writes.items():
+        with pytest.raises(OptionError) as caught:
+            write()
+        assert what in caught.value.what
+        assert "secret" not in caught.value.render()
+        assert "upload its files" in caught.value.next_step
 
 
 def test_a_password_is_not_written_into_a_checkpoint() -> None:
-    class Arguments:
-        def to_dict(self) -> dict[str, str]:
-            return {"resume_from_checkpoint": "sftp://ann:secret@host/run/checkpoint-3", "output_dir": "out"}
-
-    written = documents.capture_arguments(Arguments())()
+    arguments = {"resume_from_checkpoint": "sftp://ann:secret@host/run/checkpoint-3", "output_dir": "out"}
+    written = documents.arguments_document(SimpleNamespace(to_dict=lambda: arguments))
     assert b"secret" not in written
     assert json.loads(written)["resume_from_checkpoint"] == "sftp://***@host/run/checkpoint-3"
-
-
-def test_a_model_is_not_exported_to_a_url() -> None:
-    args = SimpleNamespace(flex_checkpoint=True, flex_max_shard_size="5GB", output_dir="out")
-    trainer = SimpleNamespace(args=args, **{SESSION: "not read"})
-    with pytest.raises(OptionError, match="An export cannot be written to s3://bucket/model"):
-        save.save_pretrained(trainer, pytest.fail, "s3://bucket/model")
-    with pytest.raises(OptionError, match="An export cannot be written to memory://model"):
-        save.save_model(trainer, pytest.fail, "memory://model")

@@ -30,16 +30,13 @@ def test_links_in_a_circle_are_passed_over_with_a_warning_that_names_the_step(tm
     assert [path for path, _ in passed_over] == [tmp_path / "checkpoint-4"]
 
 
-def test_nothing_to_resume_from_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
-    with pytest.raises(NotACheckpoint) as caught:
-        require_newest(Search(tmp_path, LocalChannel(), pytest.fail))
-    assert caught.value.where == str(tmp_path)
-
-
 def test_a_run_starts_from_the_beginning_where_nothing_was_saved_and_resumes_where_something_was(
     tmp_path: Path,
 ) -> None:
     assert newest_or_begin(Search(tmp_path / "absent", LocalChannel(), pytest.fail)) is None
+    with pytest.raises(NotACheckpoint) as caught:
+        require_newest(Search(tmp_path, LocalChannel(), pytest.fail))
+    assert caught.value.where == str(tmp_path)
     (tmp_path / "checkpoint-4").mkdir()  # What is empty is nothing.
     warnings: list[str] = []
     search = Search(tmp_path, LocalChannel(), warnings.append)
@@ -77,14 +74,22 @@ def test_a_renamed_checkpoint_that_stops_a_run_is_listed_once(tmp_path: Path) ->
     assert "6" in line
 
 
-def together(outputs: list[Path], warnings: list[str]) -> list[Path | None]:
-    """What every rank takes, each with an output directory of its own; warnings of the first list what it skips."""
+def disks(root: Path, *names: str, step: int = 5) -> list[Path]:
+    """The output directory of every rank, each with a checkpoint."""
+    for name in {*names}:
+        (root / name).mkdir()
+        make_checkpoint(root / name, step)
+    return [root / name for name in names]
+
+
+def together(outputs: list[Path], step: int) -> str:
+    """Assert which step every rank finds and opens, and return why others are passed over, with their directories."""
+    expected = [output / f"checkpoint-{step}" for output in outputs]
     found = succeed(len(outputs), lambda channel: find_newest(outputs[channel.rank], channel))
-    reasons = [[why for _, why in passed_over] for _, passed_over in found]
-    assert reasons == [reasons[0]] * len(outputs)
-    warnings.extend(f"{path}: {why}" for path, why in found[0][1])
-    assert [choice.path for choice in opened(outputs)[0]] == [checkpoint for checkpoint, _ in found]
-    return [checkpoint for checkpoint, _ in found]
+    assert [checkpoint for checkpoint, _ in found] == expected
+    assert len({tuple(why for _, why in passed_over) for _, passed_over in found}) == 1
+    assert [choice.path for choice in opened(outputs)[0]] == expected
+    return "\n".join(f"{path}: {why}" for path, why in found[0][1])
 
 
 def opened(outputs: list[Path]) -> tuple[list[Choice], list[str], int]:
@@ -119,12 +124,9 @@ def test_only_the_coordinator_lists_the_directory_if_all_ranks_see_its_newest_ch
 
 
 def test_a_checkpoint_that_only_another_disk_has_is_newer(tmp_path: Path) -> None:
-    outputs = [tmp_path / "first", tmp_path / "second"]
-    for output in outputs:
-        output.mkdir()
-        make_checkpoint(output, 5)
+    outputs = disks(tmp_path, "first", "second")
     make_checkpoint(outputs[1], 7)
-    choices, warnings, _ = opened(outputs)
+    choices, _, _ = opened(outputs)
     assert [choice.path for choice in choices] == [output / "checkpoint-7" for output in outputs]
     # The metadata of the coordinator's newest one is received once.
     (outputs[1] / "checkpoint-7" / "config.json").unlink()
@@ -135,44 +137,36 @@ def test_a_checkpoint_that_only_another_disk_has_is_newer(tmp_path: Path) -> Non
     # metadata of step 7: the coordinator has none. The other disk reads who saved it.
     assert exchanges == 2 + 2 + 2 + 2 + 1
     shutil.rmtree(outputs[0])  # The disk is replaced by a fresh one.
-    assert together(outputs, []) == [output / "checkpoint-5" for output in outputs]
+    together(outputs, 5)
 
 
 def test_a_step_that_only_some_disks_hold_whole_is_passed_over_and_named(tmp_path: Path) -> None:
-    outputs = [tmp_path / "first", tmp_path / "second"]
-    for output in outputs:
-        output.mkdir()
-        make_checkpoint(output, 5)
+    outputs = disks(tmp_path, "first", "second")
     newer = make_checkpoint(outputs[0], 9)
     (newer / "config.json").unlink()
-    warnings: list[str] = []
-    assert together(outputs, warnings) == [output / "checkpoint-5" for output in outputs]
-    (warning,) = warnings
-    assert str(newer) in warning
+    warning = together(outputs, 5)
+    assert warning.startswith(f"{newer}: ")
     assert "config.json is visible to no rank" in warning
     assert "rank 1: no checkpoint of this name is there" in warning
 
 
 def test_a_step_that_was_replaced_on_some_disks_only_is_passed_over_and_named(tmp_path: Path) -> None:
-    outputs = [tmp_path / "first", tmp_path / "second", tmp_path / "second"]
-    for output in set(outputs):
-        output.mkdir()
-        make_checkpoint(output, 5)
-    make_checkpoint(outputs[0], 9)
-    write_manifest(outputs[0] / "checkpoint-9", replace(read_manifest(outputs[0] / "checkpoint-9"), world_size=3))
-    make_checkpoint(outputs[1], 9)
-    warnings: list[str] = []
-    assert together(outputs, warnings) == [output / "checkpoint-5" for output in outputs]
-    assert "different checkpoints under one name: rank 0: step 9, 3 ranks" in warnings[0]
-    assert "ranks 1-2: step 9, 1 rank," in warnings[0]
+    outputs = disks(tmp_path, "first", "second", "second")
+    first, _ = (make_checkpoint(output, 9) for output in outputs[:2])
+    write_manifest(first, replace(read_manifest(first), world_size=3))
+    warning = together(outputs, 5)
+    assert "different checkpoints under one name: rank 0: step 9, 3 ranks" in warning
+    assert "ranks 1-2: step 9, 1 rank," in warning
+
+
+ASIDE = ".checkpoint-9.aside-0123456789ab"
 
 
 def test_an_interrupted_replacement_is_finished_on_the_disk_that_has_it(tmp_path: Path) -> None:
-    outputs = [tmp_path / "first", tmp_path / "second", tmp_path / "second"]
-    for output in set(outputs):
-        output.mkdir()
-    make_checkpoint(outputs[1], 9).rename(outputs[1] / ".checkpoint-9.aside-0123456789ab")
-    assert together(outputs, []) == [output / "checkpoint-9" for output in outputs]
+    outputs = disks(tmp_path, "first", "second", "second", step=9)
+    (outputs[1] / "checkpoint-9").rename(outputs[1] / ASIDE)
+    shutil.rmtree(outputs[0] / "checkpoint-9")
+    assert together(outputs, 9) == ""
     assert [path.name for path in outputs[1].iterdir()] == ["checkpoint-9"]
 
 
@@ -190,22 +184,18 @@ def named(given: list[Path]) -> list[Any]:
 
 
 def test_what_was_named_is_taken_where_any_rank_sees_it(tmp_path: Path) -> None:
-    finished = make_checkpoint(tmp_path, 2)
-    given = [tmp_path / "elsewhere" / "checkpoint-2", finished]
+    given = [tmp_path / "elsewhere" / "checkpoint-2", make_checkpoint(tmp_path, 2)]
     assert named(given) == given
 
 
 def test_what_was_named_gets_its_name_back_after_an_interrupted_replacement(tmp_path: Path) -> None:
-    given = [tmp_path / disk / "checkpoint-9" for disk in ("first", "second", "second")]
-    for path in set(given):
-        path.parent.mkdir()
-        make_checkpoint(path.parent, 9)
+    given = [output / "checkpoint-9" for output in disks(tmp_path, "first", "second", "second", step=9)]
     (given[0] / WEIGHTS).unlink()
-    given[1].rename(given[1].with_name(".checkpoint-9.aside-0123456789ab"))
+    given[1].rename(given[1].with_name(ASIDE))
     assert named(given) == given
     assert given[1].is_dir()
     (given[0] / WEIGHTS).write_bytes(b"{}")
-    given[0].rename(given[0].with_name(".checkpoint-9.aside-0123456789ab"))
+    given[0].rename(given[0].with_name(ASIDE))
     assert named(given[:1]) == given[:1]
     assert given[0].is_dir()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import pytest
 
 from tests.harness import tiny
-from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import SINGLE, TP2, MatrixLayout
-from tests.trainer.jobs import flex_trainer
-from verification.forkserver import ForkServer
+from tests.trainer.jobs import trained
 
 HALF = replace(SINGLE, name="single-bf16", bf16=True)
 MORE_LAYERS = [
@@ -30,17 +28,6 @@ MORE_LAYERS = [
 """A new layer before the second of two."""
 
 
-def loaded(checkpoint: Path, model: Any, statements: Mapping[str, Any], **options: Any) -> Any:
-    """The optimizer of a model that has loaded a checkpoint."""
-    import paddle
-
-    import paddleformers_fc
-
-    optimizer = paddle.optimizer.AdamW(parameters=model.parameters(), multi_precision=True)
-    paddleformers_fc.load(checkpoint, model, optimizer, aoa_config=statements, **options)
-    return optimizer
-
-
 def all_bits(model: Any, optimizer: Any) -> dict[str, str]:
     """The bytes of every tensor and state, as hex."""
     from paddleformers_fc.trainer import live_roles
@@ -50,47 +37,38 @@ def all_bits(model: Any, optimizer: Any) -> dict[str, str]:
     return {name: tensor.astype("float32").numpy().tobytes().hex() for name, tensor in tensors}
 
 
-def load_into_more_layers(layout: MatrixLayout, output_dir: Path, by_trainer: bool) -> None:
-    """Train a model of two layers for two steps, and load it with statements into a model of three."""
-    statements, steps = {"aoa_statements": MORE_LAYERS}, {"max_steps": 2, "save_steps": 2}
-    saved = flex_trainer(layout.to_json(), str(output_dir / "few"), steps, model={"num_hidden_layers": 2})
-    saved.train()
-    held = all_bits(saved.model, saved.optimizer)
-    arguments = {**steps, "aoa_config": statements}
-    more = flex_trainer(layout.to_json(), str(output_dir / "more"), arguments, model={"num_hidden_layers": 3})
-    checkpoint = output_dir / "few" / "checkpoint-2"
-    if by_trainer:
-        more.train(resume_from_checkpoint=str(checkpoint))
-        found = all_bits(more.model, more.optimizer)
-    else:
-        found = all_bits(more.model, loaded(checkpoint, more.model, statements))
+@pytest.mark.parametrize("layout", [TP2, HALF], ids=["tp2", "bfloat16"])
+@on_ranks()
+def test_states_follow_their_parameters_through_statements_that_rename_them(
+    layout: MatrixLayout, tmp_path: Path
+) -> None:
+    """From a model of two layers into one of three."""
+    steps = {"max_steps": 2, "save_steps": 2}
+    saved = trained(layout, tmp_path / "few", steps, model={"num_hidden_layers": 2})
+    resumed = {"model": {"num_hidden_layers": 3}, "resume": tmp_path / "few/checkpoint-2"}
+    more = trained(layout, tmp_path / "more", {**steps, "aoa_config": {"aoa_statements": MORE_LAYERS}}, **resumed)
+    held, found = (all_bits(one.model, one.optimizer) for one in (saved, more))
     stored = {name: name.replace("layers.2.", "layers.1.") for name in found if "layers.1." not in name}
     assert [new for new, name in stored.items() if found[new] != held[name]] == []
     assert sorted({*held} - {*stored.values()}) == []
     assert [name for name in found if "layers.1." in name and not name.endswith(".weight")] == []
 
 
-@pytest.mark.parametrize(
-    ("layout", "by_trainer"), [(TP2, True), (HALF, True), (HALF, False)], ids=["tp2", "bfloat16", "load"]
-)
-def test_states_follow_their_parameters_through_statements_that_rename_them(
-    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, by_trainer: bool
-) -> None:
-    given = {"layout": layout, "output_dir": tmp_path, "by_trainer": by_trainer}
-    run_on_ranks(ranks, layout.nproc, load_into_more_layers, **given)
-
-
 @on_ranks(layout=SINGLE)
 def test_master_weights_are_read_from_renamed_weights_without_stored_states(
     layout: MatrixLayout, tmp_path: Path
 ) -> None:
+    import paddle
+
     import paddleformers_fc
 
     args = tiny.training_arguments(layout, str(tmp_path / "out"))
     few = tiny.build("llama", layout, args, num_hidden_layers=2)
     paddleformers_fc.save(tmp_path / "checkpoint-1", few, step=1)
     more = tiny.build("llama", HALF, args, num_hidden_layers=3)
-    optimizer = loaded(tmp_path / "checkpoint-1", more, {"aoa_statements": MORE_LAYERS}, allow_casts=True)
+    optimizer = paddle.optimizer.AdamW(parameters=more.parameters(), multi_precision=True)
+    given = {"aoa_config": {"aoa_statements": MORE_LAYERS}, "allow_casts": True}
+    paddleformers_fc.load(tmp_path / "checkpoint-1", more, optimizer, **given)
     held, found = all_bits(few, None), all_bits(more, optimizer)
     names = {name: name.replace("layers.2.", "layers.1.") for name in more.sharded_state_dict() if ".1." not in name}
     assert [name for name, stored in names.items() if found.get(f"{name}.w_0") != held[stored]] == []

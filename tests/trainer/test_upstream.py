@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ import pytest
 
 from paddleformers_fc import nlp, upstream
 from paddleformers_fc.errors import EnvironmentMismatch, FlexError, OptionError
+from paddleformers_fc.trainer import library
 from paddleformers_fc.trainer.options import CONFLICTS, DEVELOPMENT, FIELD_NAMES, NLP_CONFLICTS, WITHOUT_EFFECT
 from paddleformers_fc.upstream.hooks import (
     COMMAND_LINES,
@@ -30,13 +31,11 @@ from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import DP2, SINGLE, MatrixLayout
 from tests.trainer.entry_jobs import methods
-from tests.trainer.jobs import flex_trainer, logged
-from tests.trainer.test_entry_points import ROOT
+from tests.trainer.jobs import flex_trainer, logged, trained
+from tests.trainer.test_entry_points import REPLACED, ROOT
 from tests.trainer.test_options import DEVELOPMENT_KEYS
 from tests.trainer.upstream_jobs import goes_around, without
-from verification.forkserver import ForkServer
 
-JOBS = "tests.trainer.upstream_jobs"
 PACKAGE = ROOT / "paddleformers_fc"
 ALL = [hook for table in (TRAINERS, COMMAND_LINES, CPU_RUNTIMES) for hooks in table.values() for hook in hooks]
 
@@ -44,38 +43,67 @@ ALL = [hook for table in (TRAINERS, COMMAND_LINES, CPU_RUNTIMES) for hooks in ta
 # ---- The table.
 
 
-def test_every_hook_that_is_renamed_or_changed_is_reported(bare_ranks: ForkServer) -> None:
-    (tables,) = bare_ranks.run(f"{JOBS}:unnoticed", 1).values
-    rows = {"TRAINER": TRAINERS[PADDLEFORMERS], "COMMAND_LINE": COMMAND_LINES[PADDLEFORMERS]}
-    rows |= {"CPU_RUNTIME": CPU_RUNTIMES[PADDLEFORMERS]}
-    assert tables.keys() == rows.keys()
-    for table, found in tables.items():
-        assert found["missed"] == []
-        assert found["made"] >= len(rows[table])
-        assert (found["left"], found["replaced"]) == ([], [])
+def changed(hook: Hook) -> Iterator[tuple[Hook, str]]:
+    """The hook as it would be if upstream had another name or other parameters, and what is reported of the installed.
+
+    A row that asks for what is not there finds the same difference as one for which something is gone.
+    """
+    place = f"{hook.place}{'_renamed' if ':' in hook.place else ':renamed'}"
+    yield hook._replace(place=place), f"{place} is missing"
+    if hook.signature:
+        yield hook._replace(signature="(self, renamed)"), f"{hook.place} has the parameters {hook.signature}"
+    for name in hook.names:
+        other = "|".join(f"{one}_renamed" for one in name.split("|"))
+        yield hook._replace(names=tuple(other if one == name else one for one in hook.names)), other
 
 
-@on_ranks(1)
-def test_one_error_lists_every_difference_and_every_unknown_version(tmp_path: Path) -> None:
+@on_ranks(1, server="bare_ranks")
+def test_every_row_fits_the_installed_versions_and_reports_each_change() -> None:
+    tables = [table[PADDLEFORMERS] for table in (TRAINERS, COMMAND_LINES, CPU_RUNTIMES)]
+    assert [upstream.differences(table) for table in tables] == [[], [], []]
+    for hook, line in (one for table in tables for row in table for one in changed(row)):
+        assert any(line in found for found in upstream.differences([hook])), (hook, line)
+
+
+@on_ranks(1, server="bare_ranks")
+def test_every_way_in_lists_all_differences_and_versions_in_one_error_before_anything_is_replaced(
+    tmp_path: Path,
+) -> None:
     import paddle
+    from paddleformers.cli.train.dpo import workflow
     from paddleformers.trainer import Trainer
+    from paddleformers.trainer.trainer_callback import InterleaveGateUpCallback
 
-    from paddleformers_fc import FlexTrainingArguments
+    import paddleformers_fc
+    from paddleformers_fc.trainer import entry, register
 
-    paddle.__version__ = "3.3.2"
-    flags = {"flex_checkpoint": True, "flex_unknown_versions": "warn"}
-    with (
-        without(Trainer, "_save_checkpoint"),
-        without(Trainer, "_load_rng_state"),
-        pytest.raises(EnvironmentMismatch) as caught,
-    ):
-        tiny.training_arguments(SINGLE, str(tmp_path), cls=FlexTrainingArguments, **flags)
-    trainer = "paddleformers.trainer.trainer:Trainer"
-    assert list(caught.value.evidence) == [
-        "paddle 3.3.2 is installed; the tested version is paddle 3.3.1",
-        f"{trainer}._load_rng_state is missing",
-        f"{trainer}._save_checkpoint is missing",
-    ]
+    def make_arguments() -> None:
+        flags = {"flex_checkpoint": True, "flex_unknown_versions": "warn"}
+        tiny.training_arguments(SINGLE, str(tmp_path), cls=entry.FlexTrainingArguments, **flags)
+
+    places = {
+        "Trainer._load_rng_state": Trainer,
+        "InterleaveGateUpCallback.interleave_gate_up_proj": InterleaveGateUpCallback,
+        "run_dpo": workflow,
+    }
+    ways: dict[Callable[[], object], int] = {
+        entry.install: 2,
+        make_arguments: 2,
+        lambda: type("Mine", (entry.FlexTrainerMixin, Trainer), {}): 2,
+        lambda: paddleformers_fc.FlexTrainer: 2,
+        register.register: 3,
+    }
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(paddle, "__version__", "3.3.2"))
+        for place, owner in places.items():
+            stack.enter_context(without(owner, place.rpartition(".")[2]))
+        for enter, count in ways.items():
+            with pytest.raises(EnvironmentMismatch) as caught:
+                enter()
+            version, *found = caught.value.evidence
+            assert version == "paddle 3.3.2 is installed; the tested version is paddle 3.3.1"
+            assert [line.rpartition(":")[2] for line in found] == [f"{place} is missing" for place in [*places][:count]]
+            assert not entry._originals
 
 
 @on_ranks(1)
@@ -121,15 +149,8 @@ def test_every_name_that_is_imported_from_upstream_is_in_the_table() -> None:
         if one.name not in known
     }
     assert {one.rpartition(".")[2] for one in unknown} == {"LRScheduler", "LambdaDecay", "PyLayer"}  # Documented.
-    assert "LoRAModel" in _names_of_the_library()
-    assert _names_of_the_library() <= known
-
-
-def _names_of_the_library() -> set[str]:
-    """The names that the package imports from the library whose Trainer it finds."""
-    tree = ast.parse((PACKAGE / "trainer" / "library.py").read_text(encoding="utf-8"))
-    tables = [node.value for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)]
-    return {name for table in tables for names in ast.literal_eval(table).values() for name in names}
+    assert "LoRAModel" in library._HOME
+    assert library._HOME.keys() <= known
 
 
 def test_every_private_name_that_is_read_from_upstream_is_in_the_table() -> None:
@@ -176,11 +197,10 @@ def test_every_training_argument_that_is_read_is_in_the_table() -> None:
     assert (read | compared) - set(FIELD_NAMES) - known == set()
 
 
-def test_every_replaced_method_has_its_signature_in_the_table(bare_ranks: ForkServer) -> None:
-    (replaced,) = bare_ranks.run("tests.trainer.entry_jobs:replaced_methods", 1).values
+def test_every_replaced_method_has_its_signature_in_the_table() -> None:
     signed = {".".join(hook.place.split(":")[1].split(".")[-2:]) for hook in TRAINERS[PADDLEFORMERS] if hook.signature}
     # Two replacements pass all arguments on.
-    assert set(replaced["installed"]) - signed == {"Trainer.__init__", "Trainer._maybe_log_save_evaluate"}
+    assert {*REPLACED} - signed == {"Trainer.__init__", "Trainer._maybe_log_save_evaluate"}
 
 
 def test_every_row_of_paddlefleet_was_compared_with_its_public_source() -> None:
@@ -215,62 +235,68 @@ def test_an_unknown_version_is_refused_before_a_process_group_exists_unless_it_i
 
     from paddleformers_fc import FlexTrainingArguments
 
-    modules, true_version = {"paddle": paddle, "paddleformers": paddleformers}, importlib.metadata.version
+    true_version = importlib.metadata.version
 
-    def make(versions: dict[str, str], is_metadata: bool = False, **arguments: Any) -> list[str]:
-        """Make arguments under other versions, of the modules or in the metadata of the distributions."""
+    def of_module(module: Any, version: str) -> Any:
+        return mock.patch.object(module, "__version__", version)
+
+    def make(*patches: Any, **arguments: Any) -> list[str]:
+        """Make arguments under other versions, of the modules or in the metadata of a distribution; what is logged."""
         with contextlib.ExitStack() as stack, logged() as lines:
-            if is_metadata:
-                other = mock.patch.object(
-                    importlib.metadata, "version", lambda one: versions.get(one, true_version(one))
-                )
-                stack.enter_context(other)
-            for name, version in ({} if is_metadata else versions).items():
-                stack.enter_context(mock.patch.object(modules[name], "__version__", version))
+            for patch in patches:
+                stack.enter_context(patch)
             given = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **arguments}
             tiny.training_arguments(layout, str(tmp_path), **given)
         return lines
 
-    refused = [("paddle", "3.3.9", False), ("paddleformers", "3.3.9", False), ("paddleformers", "1.2.1", True)]
-    for name, version, is_metadata in refused:
+    of_distribution = {"paddleformers": "1.2.1"}
+    metadata = mock.patch.object(
+        importlib.metadata, "version", lambda name: of_distribution.get(name) or true_version(name)
+    )
+    for name, version, patch in (
+        ("paddle", "3.3.9", of_module(paddle, "3.3.9")),
+        ("paddleformers", "3.3.9", of_module(paddleformers, "3.3.9")),
+        ("paddleformers", "1.2.1", metadata),
+    ):
         with pytest.raises(EnvironmentMismatch) as caught:
-            make({name: version}, is_metadata)
+            make(patch)
         known = f"{name} {version} is installed; the tested version is {name} {upstream.VERSIONS[name]}"
         assert known in str(caught.value)
         assert "flex_unknown_versions: warn" in str(caught.value)
     for key, value in DEVELOPMENT_KEYS.items():
-        with pytest.raises(OptionError) as contradicted:
-            make({}, use_flex_async_save=True, **{key: value})
-        assert f"flex_checkpoint: true and {key}: " in str(contradicted.value)
+        with pytest.raises(OptionError, match=f"flex_checkpoint: true and {key}: "):
+            make(use_flex_async_save=True, **{key: value})
     assert not paddle.distributed.is_initialized()
-    unknown = {"paddle": "3.3.2", "paddleformers": "1.2.1"}
-    assert not any("is installed" in line for line in make(unknown, flex_checkpoint=False))
+    unknown = of_module(paddle, "3.3.2"), of_module(paddleformers, "1.2.1")
+    assert not any("is installed" in line for line in make(*unknown, flex_checkpoint=False))
     for version in ("3.3.1.post126", "3.3.1+cu126"):  # Builds of the tested version for a device.
-        make({"paddle": version})
-    warned = any("paddle 3.3.2 is installed" in line for line in make(unknown, flex_unknown_versions="warn"))
+        make(of_module(paddle, version))
+    warned = any("paddle 3.3.2 is installed" in line for line in make(*unknown, flex_unknown_versions="warn"))
     assert warned or paddle.distributed.get_rank() > 0
 
 
 # ---- Loops that go around.
 
 
-# One that goes around a save: tests/corruption/test_upstream_drift.py.
+# One that goes around a save: tests/corruption/test_several_ranks.py.
 @pytest.mark.parametrize(("method", "way"), [("train", "subclass"), ("_inner_training_loop", "installed")])
-def test_a_loop_that_goes_around_this_package_stops(ranks: ForkServer, tmp_path: Path, method: str, way: str) -> None:
-    given = {"layout": SINGLE.to_json(), "output_dir": str(tmp_path), "method": method, "way": way}
-    (found,) = ranks.run(f"{JOBS}:goes_around", 1, given).values
+@on_ranks(layout=SINGLE)
+def test_a_loop_that_goes_around_this_package_stops(
+    layout: MatrixLayout, tmp_path: Path, method: str, way: str
+) -> None:
+    found = goes_around(layout, str(tmp_path), method, way)
     assert (found["error"], found["step"]) == ("EnvironmentMismatch", 0)
-    line = f"{method} of paddleformers_fc did not run; the Trainer's own is {JOBS}.Mine.{method}"
-    assert line in found["text"]
+    own = f"{goes_around.__module__}.Mine.{method}"
+    assert f"{method} of paddleformers_fc did not run; the Trainer's own is {own}" in found["text"]
 
 
 @on_ranks(layout=DP2)
 def test_a_resume_that_goes_around_this_package_stops_every_rank_before_a_step(
     layout: MatrixLayout, tmp_path: Path
 ) -> None:
-    flex_trainer(layout.to_json(), str(tmp_path), {"max_steps": 2, "save_steps": 2}).train()
-    given = {"layout": layout.to_json(), "output_dir": str(tmp_path), "resume": str(tmp_path / "checkpoint-2")}
-    found = goes_around(method="_load_flex_checkpoint", way="subclass", **given)
+    trained(layout, tmp_path, {"max_steps": 2, "save_steps": 2})
+    resume = str(tmp_path / "checkpoint-2")
+    found = goes_around(layout, str(tmp_path), "_load_flex_checkpoint", "subclass", resume)
     assert (found["error"], found["step"]) == ("EnvironmentMismatch", 0)
     assert "_load_flex_checkpoint of paddleformers_fc did not run" in found["text"]
 
@@ -299,7 +325,7 @@ def test_trainers_that_do_not_use_the_package_are_refused(layout: MatrixLayout, 
     model = tiny.build("llama", layout, args)
     with pytest.raises(FlexError, match="lack the other options of paddleformers_fc"):
         tiny.trainer(model, args, cls=paddleformers_fc.FlexTrainer)
-    late = flex_trainer(layout.to_json(), str(tmp_path), {"flex_checkpoint": False})
+    late = flex_trainer(layout, tmp_path, {"flex_checkpoint": False})
     late.args.flex_checkpoint = True
     with pytest.raises(FlexError, match="this Trainer was constructed without it"):
         late._save_checkpoint(late.model)
@@ -309,16 +335,6 @@ def test_trainers_that_do_not_use_the_package_are_refused(layout: MatrixLayout, 
     detach()
     with pytest.raises(EnvironmentMismatch, match="this Trainer ignores it"):
         tiny.trainer(model, args, cls=Trainer, callbacks=[paddleformers_fc.FlexCheckpointCallback()])
-
-
-@on_ranks(layout=SINGLE)
-def test_arguments_that_ask_for_flex_checkpoints_are_enough_for_the_stock_trainer(
-    layout: MatrixLayout, tmp_path: Path
-) -> None:
-    from paddleformers.trainer import Trainer
-
-    flex_trainer(layout.to_json(), str(tmp_path), {"max_steps": 1, "save_steps": 1}, cls=Trainer).train()
-    assert (tmp_path / "checkpoint-1" / "flex_checkpoint.json").exists()
 
 
 # ---- Trainer classes.

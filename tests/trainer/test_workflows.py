@@ -11,18 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from safetensors.numpy import load_file, save_file
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.trainer.register import PATH
 from tests.cli.support import run
-from tests.trainer.test_entry_points import losses, train_by_command
+from tests.trainer.test_entry_points import losses, train_by_command, write_recipe
 from verification.demo.assets import Assets, prepare
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
-ROOT = Path(__file__).resolve().parents[2]
 JOBS = "tests.trainer.workflow_jobs"
 
 DP2 = {"gradient_accumulation_steps": 2}
@@ -49,22 +46,9 @@ class Workflows:
     def __init__(self, server: ForkServer, assets: Assets) -> None:
         self.server, self.assets = server, assets
 
-    def write(self, recipe: str, output_dir: Path, keys: dict[str, Any]) -> Path:
-        """A recipe with other keys, and with its data where it is here."""
-        values = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text())
-        root = str(self.assets.corpus.parent)
-        here = {
-            key: value.replace("./demo_out/assets", root) for key, value in values.items() if isinstance(value, str)
-        }
-        path = output_dir.with_suffix(".yaml")
-        path.write_text(
-            yaml.safe_dump({**values, **here, "custom_register_path": str(PATH), "output_dir": str(output_dir), **keys})
-        )
-        return path
-
     def train(self, recipe: str, output_dir: Path, **keys: Any) -> Watched:
         """Train a recipe on two ranks; samples that both see count once."""
-        path = self.write(recipe, output_dir, keys)
+        path = write_recipe(recipe, self.assets, output_dir, **keys)
         values = self.server.run(f"{JOBS}:train", 2, {"config": str(path)}).values
         model_parallel = {"tensor_model_parallel_size", "pipeline_model_parallel_size"} & keys.keys()
         samples: dict[int, list[str]] = {}
@@ -75,7 +59,7 @@ class Workflows:
 
     def refused(self, recipe: str, output_dir: Path, **keys: Any) -> str:
         """Train a recipe, which must fail on both ranks; the log of the first one."""
-        path = self.write(recipe, output_dir, keys)
+        path = write_recipe(recipe, self.assets, output_dir, **keys)
         result = self.server.attempt(f"{JOBS}:train", 2, {"config": str(path)})
         assert not result.ok
         return result.logs[0].read_text()
@@ -87,10 +71,13 @@ def workflows(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Wo
 
 
 def resume_and_compare(workflows: Workflows, recipe: str, directory: Path, layout: dict[str, Any], **keys: Any) -> None:
-    """Train six steps with data parallelism; resume at the third under a layout; compare losses and samples."""
+    """Train six steps with data parallelism; resume at the third under a layout; compare losses and samples.
+
+    It is resumed in its own directory, where the last checkpoint is newer than the one that is named.
+    """
     whole = workflows.train(recipe, directory / "whole", **{**DP2, **keys})
     resume = {"resume_from_checkpoint": str(directory / "whole/checkpoint-3")}
-    resumed = workflows.train(recipe, directory / "resumed", **{**keys, **layout, **resume})
+    resumed = workflows.train(recipe, directory / "whole", **{**keys, **layout, **resume})
     assert sorted(whole.losses) == [1, 2, 3, 4, 5, 6]
     assert resumed.losses == pytest.approx({step: whole.losses[step] for step in (4, 5, 6)}, abs=2e-6)
     assert resumed.samples == {step: whole.samples[step] for step in (4, 5, 6)}
@@ -106,23 +93,14 @@ def test_fine_tuning_on_packed_dialogues_resumes_with_tensor_parallelism(workflo
     assert sorted(again.losses) == [4]
 
 
-@pytest.mark.slow
-def test_a_training_that_saves_beside_its_steps_resumes_with_tensor_parallelism(
-    workflows: Workflows, tmp_path: Path
-) -> None:
-    resume_and_compare(workflows, "llama_async", tmp_path, TP2)
-
-
 def test_preference_training_resumes_with_tensor_parallelism_and_not_with_another_reference_model(
     workflows: Workflows, tmp_path: Path
 ) -> None:
     resume_and_compare(workflows, "llama_dpo", tmp_path, TP2)
     saved = tmp_path / "whole/checkpoint-3"
     assert {one.role for one in canonical_digests(saved)} == {"model_state", "optimizer_state"}
-    contents = [
-        json.loads((one / "trainer/reference.json").read_text()) for one in (saved, saved.parent / "checkpoint-6")
-    ]
-    assert contents[0] == contents[1], "the reference model stays the base"
+    first, last = (saved.parent / f"checkpoint-{step}/trainer/reference.json" for step in (3, 6))
+    assert json.loads(first.read_text()) == json.loads(last.read_text()), "the reference model stays the base"
     base = shutil.copytree(workflows.assets.models["llama"], tmp_path / "base")
     weights = load_file(base / "model.safetensors")
     weights["model.norm.weight"] = np.nextafter(weights["model.norm.weight"], 2, dtype="float32")
@@ -141,6 +119,7 @@ def test_preference_training_resumes_with_tensor_parallelism_and_not_with_anothe
         ("llama_pt", PP2, {}),
         ("llama_pt", TP2, {"packing": True}),
         ("llama_ema", TP2, {}),
+        ("llama_async", TP2, {}),
         ("ernie_moe_pt", TP2, {}),
         ("llama_sft", PP2, {}),
         ("llama_sft", SD2, {"greedy_intokens": False}),
@@ -162,20 +141,19 @@ def test_a_workflow_trains_on_as_if_it_had_not_been_interrupted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "keys"), [("llama_sft", {}), ("llama_dpo", {})])
+@pytest.mark.parametrize("recipe", ["llama_sft", "llama_dpo"])
 def test_the_stock_command_line_trains_resumes_and_exports_adapters(
-    workflows: Workflows, tmp_path: Path, recipe: str, keys: dict[str, Any]
+    workflows: Workflows, tmp_path: Path, recipe: str
 ) -> None:
-    keys = {**keys, "fine_tuning": "LoRA", "lora_rank": 4}
-    logs = [tmp_path / name for name in ("first", "second")]
-    for directory in logs:
-        directory.mkdir()
-    whole = train_by_command(workflows.write(recipe, tmp_path / "whole", {**DP2, **keys}), logs[0])
-    last, resume = tmp_path / "whole/checkpoint-6", str(tmp_path / "whole/checkpoint-3")
-    again = {**TP2, **keys, "resume_from_checkpoint": resume}
-    resumed = train_by_command(workflows.write(recipe, tmp_path / "again", again), logs[1])
-    assert losses(resumed) == pytest.approx(losses(whole)[3:], abs=2e-6)
-    base = workflows.assets.models["llama"]
+    def train(name: str, **keys: Any) -> list[float]:
+        (tmp_path / f"{name}-log").mkdir()
+        path = write_recipe(recipe, workflows.assets, tmp_path / name, fine_tuning="LoRA", lora_rank=4, **keys)
+        return losses(train_by_command(path, tmp_path / f"{name}-log"))
+
+    whole = train("whole", **DP2)
+    resumed = train("again", **TP2, resume_from_checkpoint=str(tmp_path / "whole/checkpoint-3"))
+    assert resumed == pytest.approx(whole[3:], abs=2e-6)
+    last, base = tmp_path / "whole/checkpoint-6", workflows.assets.models["llama"]
     assert run("export", last, tmp_path / "adapter").code == 0
     assert run("export", last, tmp_path / "merged", "--base", base).code == 0
     adapter = (tmp_path / "adapter/adapter_model.safetensors").read_bytes()

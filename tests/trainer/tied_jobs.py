@@ -10,7 +10,11 @@ from tests.trainer.jobs import flex_trainer
 
 
 def run_and_part_copies(
-    after: int, layout: Mapping[str, Any], resume: str | bool | None = None, ours: bool = True, **settings: Any
+    after: int,
+    layout: tiny.MatrixLayout | Mapping[str, Any],
+    resume: str | bool | None = None,
+    ours: bool = True,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Train a tied Llama over a pipeline; from a step on, the copy of the last stage is another one.
 
