@@ -23,9 +23,9 @@ from paddleformers_fc.distributed.channel import (
 )
 from paddleformers_fc.errors import FlexError, PeerError, StorageError
 from paddleformers_fc.storage.files import refused
+from tests.cli.test_main import python
 from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.harness.on_ranks import on_ranks
-from tests.cli.test_main import python
 
 
 def test_a_message_that_cannot_be_encoded_is_an_error_on_every_rank() -> None:

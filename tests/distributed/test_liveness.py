@@ -15,13 +15,19 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.distributed.channel import ALONE
-from paddleformers_fc.distributed.communicator import EXIT_CODE, Communicator, job_communicator
-from paddleformers_fc.distributed.communicator import KEY_PREFIX, MAX_FINAL_WAIT_SECONDS, Liveness
+from paddleformers_fc.distributed.communicator import (
+    EXIT_CODE,
+    KEY_PREFIX,
+    MAX_FINAL_WAIT_SECONDS,
+    Communicator,
+    Liveness,
+    job_communicator,
+)
 from paddleformers_fc.errors import PeerError
+from tests.cli.test_main import python
 from tests.execute.simulated import Outcomes, ThreadChannel, job
 from tests.harness.clocks import ThreadClock
 from tests.harness.limits import LIMIT
-from tests.cli.test_main import python
 
 PATIENCE = 1.0
 SLACK = 0.01

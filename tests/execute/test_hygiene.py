@@ -19,6 +19,7 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.storage.manifest import newest_checkpoint
+from tests.cli.test_main import python
 from tests.corruption.jobs import no_longer_than
 from tests.execute.simulated import (
     ARRAYS,
@@ -33,7 +34,6 @@ from tests.execute.simulated import (
 )
 from tests.harness.limits import LIMIT
 from tests.harness.on_ranks import on_ranks
-from tests.cli.test_main import python
 from verification.digests import canonical_digests
 
 RANKS = 2

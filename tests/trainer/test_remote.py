@@ -57,6 +57,6 @@ def test_neither_checkpoints_nor_exports_are_written_to_a_url() -> None:
 
 def test_a_password_is_not_written_into_a_checkpoint() -> None:
     arguments = {"resume_from_checkpoint": "sftp://ann:secret@host/run/checkpoint-3", "output_dir": "out"}
-    written = documents.arguments_document(SimpleNamespace(to_dict=lambda: arguments))
+    written = documents.capture_arguments(SimpleNamespace(to_dict=lambda: arguments))()
     assert b"secret" not in written
     assert json.loads(written)["resume_from_checkpoint"] == "sftp://***@host/run/checkpoint-3"
