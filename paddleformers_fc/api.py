@@ -312,6 +312,7 @@ class Checkpoint:
         accept_base: bool = False,
         role: str = MODEL_STATE,
         dtype: str = "",
+        md5: bool = False,
     ) -> ExportReport:
         """Write the weights, or their moving average, as Hugging Face files.
 
@@ -328,6 +329,8 @@ class Checkpoint:
                 without an average come from ``model_state``.
             dtype: ``float32`` or ``bfloat16``; the dtype of the weights by default. ``float32`` exports master weights
                 where they are stored.
+            md5: also compute one md5 of the names and bytes of all tensors while they are written, for the report. It
+                is equal for every layout and size of files.
         Raises:
             OptionError: the target contains a model or is inside a checkpoint, or there is no moving average.
             CheckpointError: the checkpoint is damaged, or already contains open weights.
@@ -339,7 +342,7 @@ class Checkpoint:
         _require_writing(directory, max_shard_bytes, verify, replace, tied)
         require_or_none(TEXT, format=format, dtype=dtype)
         require_or_none(DIRECTORY, base=base)
-        require(FLAG, accept_base=accept_base)
+        require(FLAG, accept_base=accept_base, md5=md5)
         target = parse_target(directory, "An export")
         check_rewritable(self._opened)
         opened = with_role(self._opened, role)
@@ -356,7 +359,7 @@ class Checkpoint:
             )
         check_target(target, self._opened.model_files, replace, writer)
         chosen = structs.replace(with_tied(opened, tied), unread=verify == "full")
-        return export_opened(chosen, target, max_shard_bytes, writer=writer, base=merged, dtype=dtype)
+        return export_opened(chosen, target, max_shard_bytes, writer=writer, base=merged, dtype=dtype, md5=md5)
 
     def convert(
         self,

@@ -10,7 +10,6 @@ import msgspec
 
 import paddleformers_fc
 from paddleformers_fc import output
-from paddleformers_fc.execute.digest import weights_md5
 from paddleformers_fc.formats.registry import FORMATS, conversion_target
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE
 from paddleformers_fc.storage.paths import AnyPath
@@ -39,7 +38,7 @@ class Exported(msgspec.Struct, frozen=True):
         tensors: number of canonical tensors.
         bytes: size of these tensors.
         md5: digest of all names and weights, see :func:`.digest.weights_md5`.
-        seconds: duration, including the md5.
+        seconds: duration.
     """
 
     source: str
@@ -69,14 +68,14 @@ def export(source: AnyPath, target: AnyPath, verify: str, role: str, dtype: str,
     # Without verification, files of other roles may be missing.
     roles = {MODEL_STATE, role} | ({MASTER_WEIGHT} if dtype else set()) if verify == "off" else None
     checkpoint = paddleformers_fc.open(source, _level(verify), roles)
-    report = checkpoint.export(target, verify=verify, role=role, dtype=dtype, **options)
+    report = checkpoint.export(target, verify=verify, role=role, dtype=dtype, md5=True, **options)
     return Exported(
         source=str(source),
         path=str(target),
         files=[ExportedFile(name, size) for name, size in report.files.items()],
         tensors=report.tensors,
         bytes=report.bytes,
-        md5=weights_md5(target),
+        md5=report.md5,
         seconds=round(time.monotonic() - started, 3),
     )
 

@@ -12,7 +12,7 @@ replicas), and the ranks exchange one number per tensor. Time: about 20 s per 10
 from __future__ import annotations
 
 import hashlib
-import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
@@ -26,7 +26,7 @@ from msgspec import structs
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.execute.memory import host_pieces
-from paddleformers_fc.execute.reading import Key, fill_arrays, read_in_order, verify_equal
+from paddleformers_fc.execute.reading import Key, fill_arrays, verify_equal
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats.registry import open_checkpoint
@@ -34,14 +34,13 @@ from paddleformers_fc.layout.live import LocalTensor, describe_roles
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE
 from paddleformers_fc.layout.shards import Fragment, Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import TensorSources
-from paddleformers_fc.mapping.boxes import Box, whole
+from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.templates import BoxLink, pulled
 from paddleformers_fc.plan.build import Planner, ReadSource, plan_reads, row_major_pieces
-from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
-from paddleformers_fc.plan.sources import canonical_layout
+from paddleformers_fc.plan.items import LoadPlan, ReadItem
+from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.executor import ReadPool
-from paddleformers_fc.storage.files import byte_view
 from paddleformers_fc.storage.operations import numpy_dtype
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.progress import advance, expect
@@ -247,36 +246,74 @@ def read_canonical(source: ReadSource, layout: ShardsByRole) -> dict[Key, Array]
     return arrays
 
 
-def weights_md5(directory: AnyPath) -> str:
-    """Return the md5 of the names and bytes of all tensors.
+def weights_md5(digests: Mapping[str, str]) -> str:
+    r"""Return the md5 of the names and bytes of all tensors, which is equal for every layout and size of files.
 
-    Tensors are sorted by name as text. Each contributes its name in UTF-8, then its bytes, row-major and little-endian.
-    With the safetensors library::
+    It is the md5 of one line per tensor, sorted by name as text: the name, a space and the md5 of the tensor. With the
+    safetensors library::
 
-        digest = hashlib.md5()
-        for name in sorted(tensors):
-            digest.update(name.encode())
-            digest.update(tensors[name].tobytes())
+        lines = [f"{name} {hashlib.md5(tensors[name].tobytes()).hexdigest()}\n" for name in sorted(tensors)]
+        hashlib.md5("".join(lines).encode()).hexdigest()
+
+    Args:
+        digests: the md5 of the bytes of every tensor by name, row-major and little-endian.
+    """
+    lines = (f"{name} {digests[name]}\n" for name in sorted(digests))
+    return hashlib.md5("".join(lines).encode()).hexdigest()
+
+
+def stored_md5(directory: AnyPath) -> str:
+    """Read all tensors of open weights, and return their :func:`weights_md5`.
 
     Args:
         directory: a directory or URL of open weights.
     Raises:
         FlexError: the directory cannot be opened or read.
     """
-    digest = hashlib.md5()
-    catalog = open_checkpoint(directory).catalog
-    tensors = catalog.roles[MODEL_STATE]
-    expect(sum(math.prod(one.shape) * dtype_size(one.dtype) for one in tensors.values()))
-    with ReadPool(identities=catalog.identities) as pool:
-        for name in sorted(tensors):
-            digest.update(name.encode())
-            for fragment in tensors[name].fragments:  # One, or none if the tensor is empty.
-                shape = fragment.box.shape
-                part = StoredPart(fragment.file, fragment.begin, shape, whole(shape), tensors[name].form.held_dtype)
-                for array in read_in_order(pool, directory, part, PIECE_BYTES):
-                    digest.update(byte_view(array))
-                    advance(array.nbytes)
-    return digest.hexdigest()
+    source = canonical_source(open_checkpoint(directory))
+    return weights_md5({one.name: one.md5 for one in digest_tensors(source, canonical_layout(source))})
+
+
+class TensorHasher:
+    """Computes the md5 of tensors from pieces that several threads read.
+
+    The pieces of a tensor are hashed in order: a thread with a later piece waits for the thread with the piece before
+    it. Threads must therefore take the pieces in order. A thread uses it as a context manager, so that an error releases
+    the others.
+
+    Attributes:
+        digests: the md5 of every complete tensor by name.
+    """
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+        self._hashers: dict[str, Any] = {}
+        self._due: dict[str, int] = {}
+        self._is_stopped = False
+        self._change = threading.Condition()
+
+    def update(self, piece: Piece, numbers: Array) -> None:
+        """Hash a piece after the pieces before it; do nothing after an error of any thread."""
+        name = piece.tensor.name
+        with self._change:
+            self._change.wait_for(lambda: self._is_stopped or self._due.get(name, 0) == piece.begin)
+            if self._is_stopped:
+                return
+            hasher = self._hashers.setdefault(name, hashlib.md5())
+        hasher.update(numbers.view(np.uint8).data)
+        with self._change:
+            self._due[name] = piece.begin + piece.part.size
+            if piece.is_last:
+                self.digests[name] = self._hashers.pop(name).hexdigest()
+            self._change.notify_all()
+
+    def __enter__(self) -> TensorHasher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        with self._change:
+            self._is_stopped |= kind is not None
+            self._change.notify_all()
 
 
 def compare_rounded(source: ReadSource) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from msgspec import structs
 
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.execute.digest import TensorHasher, weights_md5
 from paddleformers_fc.execute.export_files import ExportPlan, LocalExport, RemoteExport, staged_export, write_files
 from paddleformers_fc.execute.merging import read_merge
 from paddleformers_fc.execute.opening import compare_on_all, open_on_all_ranks
@@ -145,6 +146,7 @@ class ExportReport:
         tensors: number of tensors.
         bytes: total bytes of the tensors.
         roles: number of tensors by role; a tensor in several parts counts once.
+        md5: the md5 of names and bytes, if it was requested; see :func:`.digest.weights_md5`.
     """
 
     directory: AnyPath
@@ -152,6 +154,7 @@ class ExportReport:
     tensors: int
     bytes: int
     roles: dict[str, int]
+    md5: str = ""
 
     def digests(self) -> dict[str, str]:
         """Read every weight file and return its digest (:func:`.digest_of`), which is equal for equal content.
@@ -194,6 +197,7 @@ def export_opened(
     writer: ExportWriter | None = None,
     base: OpenedCheckpoint | None = None,
     dtype: str = "",
+    md5: bool = False,
 ) -> ExportReport:
     """Write the tensors of an opened checkpoint as a directory of another format.
 
@@ -204,6 +208,7 @@ def export_opened(
         writer: the format's writer; by default open weights, and PEFT for adapters.
         base: open weights into which to merge the checkpoint's adapters, if any.
         dtype: dtype of the exported weights; empty for the stored dtype. Only for open weights without ``base``.
+        md5: also compute the md5 of the names and bytes of all tensors, for the report.
     Raises:
         FlexError: the export failed. Older weights in a local target are unchanged; at a URL they may be deleted.
     """
@@ -216,9 +221,11 @@ def export_opened(
     if dtype:
         documents = recast_documents(documents, dtype)
     with staged_export(target, plan.writer) as staged:
-        written = write_files(plan, staged)
+        hasher = TensorHasher() if md5 else None
+        written = write_files(plan, staged, hasher)
         finish_export(staged, checkpoint, plan.files, documents, written)
-    return report_of(target, plan.files, written)
+    report = report_of(target, plan.files, written)
+    return report if hasher is None else replace(report, md5=weights_md5(hasher.digests))
 
 
 def report_of(target: AnyPath, files: Sequence[OutputFile], written: Sequence[FileChecksum]) -> ExportReport:

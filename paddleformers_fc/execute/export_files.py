@@ -25,7 +25,7 @@ from msgspec import structs
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.commit_coordinator import StagingDirectory, staging_beside
-from paddleformers_fc.execute.digest import Array, PieceBatch, piece_batches
+from paddleformers_fc.execute.digest import Array, PieceBatch, TensorHasher, piece_batches
 from paddleformers_fc.execute.merging import Merge
 from paddleformers_fc.formats.checkpoint import ExportWriter, OutputFile
 from paddleformers_fc.layout.shards import ShardsByRole, shard_bytes
@@ -264,10 +264,17 @@ class ExportPlan:
                 self.merge.apply(one.tensor.name, one.begin, values)
 
 
-def write_files(plan: ExportPlan, target: LocalExport | RemoteExport) -> list[FileChecksum]:
+def write_files(
+    plan: ExportPlan, target: LocalExport | RemoteExport, hasher: TensorHasher | None = None
+) -> list[FileChecksum]:
     """Write the files of a plan, and return their checksums.
 
     Two threads work at a time; each reads a batch and writes it.
+
+    Args:
+        plan: the files.
+        target: where to write them.
+        hasher: computes the md5 of every tensor that is written.
     """
     expect(sum(shard_bytes(shard) for file in plan.files for shard in file.tensors))
     # Both threads together read with as many threads as a load. Threads that read from a store mostly wait.
@@ -279,9 +286,13 @@ def write_files(plan: ExportPlan, target: LocalExport | RemoteExport) -> list[Fi
 
     def lane(draw: Callable[[], Batch | None]) -> int:
         memory, count = memories.pop(), 0
-        with ReadPool(options, plan.source.catalog.identities) as pool:
+        with ReadPool(options, plan.source.catalog.identities) as pool, hasher or contextlib.nullcontext():
             while (batch := draw()) is not None:
-                plan.merged(batch, batch.reads.read(pool, root, memory))
+                arrays = batch.reads.read(pool, root, memory)
+                plan.merged(batch, arrays)
+                if hasher is not None:
+                    for piece, numbers in zip(batch.reads.pieces, arrays, strict=True):
+                        hasher.update(piece, numbers)
                 output.write(batch, memory)
                 count += 1
         return count

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ import pytest
 import xxhash
 from safetensors.numpy import load_file, save_file
 
-from paddleformers_fc.errors import Corrupt, FlexError, FormatError, PeerError
+import paddleformers_fc
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError, PeerError, StorageError
 from paddleformers_fc.execute import export_files
+from paddleformers_fc.execute.digest import PieceBatch, stored_md5
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.live_export import save_weights
 from paddleformers_fc.execute.save import config_bytes
@@ -135,6 +139,36 @@ def test_every_exported_file_is_recorded_as_it_is_on_disk(tmp_path: Path, bound:
         hasher.update((tmp_path / "hf" / name).read_bytes())
         assert checksum == hasher.file_checksum(name)
     assert (max(checksum.count for checksum in checksums.values()) > 3) == bool(rows)
+
+
+@pytest.mark.parametrize("batch", [512, 4 << 20], ids=["tensors in pieces", "tensors together"])
+def test_the_md5_of_an_export_is_computed_from_its_tensors_however_they_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    monkeypatch.setattr(export_files, "_CACHE_BYTES", batch)
+    monkeypatch.setattr(export_files, "_TRANSPOSED_BYTES", batch)
+    report = paddleformers_fc.open(save(tmp_path / "checkpoint-3", 2, 1)).export(tmp_path / "hf", md5=True)
+    lines = [f"{name} {hashlib.md5(ARRAYS[name].tobytes()).hexdigest()}\n" for name in sorted(ARRAYS)]
+    assert report.md5 == hashlib.md5("".join(lines).encode()).hexdigest() == stored_md5(tmp_path / "hf")
+
+
+def test_an_export_ends_if_a_piece_that_a_later_one_is_hashed_after_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_files, "_CACHE_BYTES", 512)
+    source, read, begun = save(tmp_path / "checkpoint-3"), PieceBatch.read, threading.Event()
+
+    def fail_first(self: PieceBatch, *given: Any) -> Any:
+        if self.pieces[0].is_last or self.pieces[0].begin:
+            begun.set()
+            return read(self, *given)
+        assert begun.wait(LONG)  # Another thread has the next piece.
+        raise StorageError("The disk is gone.")
+
+    monkeypatch.setattr(PieceBatch, "read", fail_first)
+    with pytest.raises(StorageError, match="The disk is gone"):
+        paddleformers_fc.open(source).export(tmp_path / "hf", md5=True)
+    assert not (tmp_path / "hf").exists()
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["exchanged", "file by file"])

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 import paddleformers_fc
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.execute.digest import weights_md5
+from paddleformers_fc.execute.digest import stored_md5
 from paddleformers_fc.execute.load import prepare_weights
 from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.execute.reading import read_parts
@@ -209,10 +209,8 @@ def test_a_conversion_and_the_md5_have_the_products_and_no_declaration(tmp_path:
     assert found.keys() == wanted.keys()
     assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    digest = hashlib.md5()
-    for name in sorted(wanted):
-        digest.update(name.encode() + wanted[name].tobytes())
-    assert weights_md5(tmp_path / "fp8") == digest.hexdigest()
+    lines = [f"{name} {hashlib.md5(wanted[name].tobytes()).hexdigest()}\n" for name in sorted(wanted)]
+    assert stored_md5(tmp_path / "fp8") == hashlib.md5("".join(lines).encode()).hexdigest()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

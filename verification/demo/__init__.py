@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.digest import weights_md5
+from paddleformers_fc.execute.digest import stored_md5
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.output import console
 from paddleformers_fc.storage.files import make_directories
@@ -176,7 +176,7 @@ def _export(place: Workplace, checkpoint: Path, name: str) -> str:
     """Export a checkpoint and return the md5 that the ``export`` command prints."""
     target = place.root / "exports" / name
     export_checkpoint(checkpoint, target)
-    return weights_md5(target)
+    return stored_md5(target)
 
 
 def _prepare(output: Path, log: Log) -> Workplace:

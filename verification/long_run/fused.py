@@ -34,8 +34,5 @@ def fused_md5(directory: Path, key_value_heads: int) -> str:
         if layer and not last:
             gate_and_up = [tensors.pop(f"{layer}.{kind}_proj.weight") for kind in ("gate", "up")]
             tensors[f"{layer}.up_gate_proj.weight"] = np.concatenate(gate_and_up).T
-    digest = hashlib.md5()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].tobytes())
-    return digest.hexdigest()
+    lines = [f"{name} {hashlib.md5(tensors[name].tobytes()).hexdigest()}\n" for name in sorted(tensors)]
+    return hashlib.md5("".join(lines).encode()).hexdigest()

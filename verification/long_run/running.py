@@ -15,7 +15,7 @@ from pathlib import Path
 from msgspec import structs
 
 from paddleformers_fc.errors import PeerError
-from paddleformers_fc.execute.digest import weights_md5
+from paddleformers_fc.execute.digest import stored_md5
 from paddleformers_fc.execute.export import export_checkpoint
 from verification.long_run.fused import fused_md5
 from verification.long_run.jobs import UNIFY
@@ -140,7 +140,7 @@ def run(experiment: LongRun, root: Path, log: Callable[[str], None]) -> Findings
         unified = [_unified(workshop, name, place / f"unified-{name}", last) for name in experiment.unified]
     fused = fused_md5(export, int(recipe.model["num_key_value_heads"])) if experiment.fuses else ""
     whole = dict(enumerate(saved.losses, 1))
-    return Findings(recipe.title, recipe.sources[0], whole, resumed, weights_md5(export), fused, unified)
+    return Findings(recipe.title, recipe.sources[0], whole, resumed, stored_md5(export), fused, unified)
 
 
 def _unified(workshop: Workshop, layout: str, place: Path, checkpoint: Path) -> Unified:
@@ -148,4 +148,4 @@ def _unified(workshop: Workshop, layout: str, place: Path, checkpoint: Path) -> 
     training = workshop.training(parse_layout(layout), place, hold=False, resume=checkpoint)
     result = workshop.attempt(UNIFY, training)
     error = result.values[0] if result.ok else PeerError.__name__
-    return Unified(layout, "" if error else weights_md5(place / "unified"), error)
+    return Unified(layout, "" if error else stored_md5(place / "unified"), error)
