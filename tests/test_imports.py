@@ -1,52 +1,35 @@
-"""Which package may import which, and that the pure ones do without Paddle.
-
-The contracts are in ``pyproject.toml``. Each is held here against the code as it is, and against a copy in which it is
-broken: a contract that nothing can break says nothing.
-"""
+"""Which package may import which, and what a fresh process imports for its first call."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.harness.limits import LIMIT
+import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.cli.support import save
+from tests.execute.simulated import canonical
+from tests.harness.limits import ROOT
+from tests.harness.processes import WITHOUT_PADDLE, python
+
 PACKAGE = "paddleformers_fc"
 PURE = ("errors", "text", "mapping", "aoa", "families", "layout", "formats", "plan", "storage")
 
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
 
-# Imports each module named on the command line in a process where Paddle cannot be imported. An attempt is reported
-# even when the module swallows the ImportError, because behaviour must not depend on what is installed.
-WITHOUT_PADDLE = """
-import importlib, sys
+# Imports each module named on the command line where Paddle cannot be imported.
+PURE_MODULES = f"""{WITHOUT_PADDLE}
+import importlib
 
-attempts = []
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"paddle", "paddleformers", "paddlefleet", "torch", "transformers"}:
-            attempts.append(name)
-            raise ModuleNotFoundError(f"{name} is blocked in this test", name=name)
-
-sys.meta_path.insert(0, Blocked())
 for module in sys.argv[1:]:
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
-        print(f"{module}: {error}")
+        print(f"{{module}}: {{error}}")
     while attempts:
-        print(f"{module} imports {attempts.pop()}")
+        print(f"{{module}} imports {{attempts.pop()}}")
 """
-
-
-def _python(code: str, arguments: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 def _copy_of_the_project(directory: Path) -> Path:
@@ -78,13 +61,13 @@ BROKEN = [
 
 
 def test_the_import_contracts_hold_and_each_can_be_broken(tmp_path: Path) -> None:
-    result = _python(LINT, [], ROOT)
+    result = python("-c", LINT, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     project = _copy_of_the_project(tmp_path)
     for module, line, _ in BROKEN:
         with (project / PACKAGE / module).open("a") as file:
             file.write(f"\n\ndef broken() -> None:\n    {line}\n")
-    result = _python(LINT, [], project)
+    result = python("-c", LINT, cwd=project, check=False)
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"Contracts: 0 kept, {_contracts()} broken." in result.stdout
     text = " ".join(result.stdout.split())
@@ -98,14 +81,84 @@ def _contracts() -> int:
 def test_the_pure_packages_import_where_paddle_is_not_installed() -> None:
     modules = _pure_modules(ROOT)
     assert {f"{PACKAGE}.{name}" for name in PURE} <= set(modules)
-    result = _python(WITHOUT_PADDLE, modules, ROOT)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == ""
+    assert python("-c", PURE_MODULES, *modules).stdout == ""
 
 
 def test_a_guarded_import_of_paddle_in_a_pure_package_is_noticed(tmp_path: Path) -> None:
     project = _copy_of_the_project(tmp_path)
     path = project / PACKAGE / "plan" / "__init__.py"
     path.write_text(path.read_text() + "\ntry:\n    import paddle\nexcept ImportError:\n    paddle = None\n")
-    result = _python(WITHOUT_PADDLE, [f"{PACKAGE}.plan"], project)
+    result = python("-c", PURE_MODULES, f"{PACKAGE}.plan", cwd=project)
     assert result.stdout == f"{PACKAGE}.plan imports paddle\n", result.stderr
+
+
+EXPENSIVE = ("datasets", "fsspec", "jinja2", "paddleformers", "pandas", "transformers", "typer", "yaml")
+"""Each takes longer than a tenth of the imports of an ordinary load, and PaddleFormers longer than Paddle."""
+TRAINER = ("datasets", "fsspec", "pandas", "paddleformers.trainer.trainer", "paddleformers_fc.trainer.session")
+
+PADDLE_ALONE = """
+import sys
+import paddle
+before = set(sys.modules)
+import paddleformers_fc
+model = paddle.nn.Linear(2, 3)
+directory = sys.argv[1] + "/checkpoint-1"
+paddleformers_fc.save(directory, model)
+paddleformers_fc.load(directory, model)
+print(*sorted(set(sys.modules) - before))
+"""
+
+MODEL_OF_PADDLEFORMERS = """
+import sys
+from paddleformers.transformers import LlamaConfig, LlamaForCausalLM
+import paddleformers_fc
+sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
+directory = sys.argv[1] + "/checkpoint-1"
+paddleformers_fc.save(directory, model)
+paddleformers_fc.load(directory, model)
+print(*sorted(sys.modules))
+"""
+
+READ = """
+import sys
+import paddleformers_fc
+assert not {'numpy', 'paddle', 'msgspec'} & sys.modules.keys()
+paddleformers_fc.open(sys.argv[1] + "/checkpoint-1").read("model.norm.weight")
+print(*sorted(sys.modules))
+"""
+
+
+def _imported(code: str, directory: Path) -> set[str]:
+    return set(python("-c", code, directory).stdout.split())
+
+
+def _families(modules: set[str]) -> list[str]:
+    inside = "paddleformers_fc.families.models."
+    return sorted(name.removeprefix(inside) for name in modules if name.startswith(inside))
+
+
+def _unwanted(modules: set[str], expensive: Sequence[str]) -> list[str]:
+    return [name for name in expensive if name in modules]
+
+
+def test_a_load_into_layers_of_paddle_imports_neither_paddleformers_nor_a_family(tmp_path: Path) -> None:
+    modules = _imported(PADDLE_ALONE, tmp_path)
+    assert "paddleformers_fc.execute.load" in modules
+    assert _unwanted(modules, EXPENSIVE) == []
+    assert _families(modules) == []
+
+
+@pytest.mark.slow
+def test_a_load_into_a_model_of_paddleformers_imports_no_trainer_and_one_family(tmp_path: Path) -> None:
+    modules = _imported(MODEL_OF_PADDLEFORMERS, tmp_path)
+    assert "paddleformers_fc.execute.load" in modules
+    assert _unwanted(modules, TRAINER) == []
+    assert _families(modules) == ["llama"]
+
+
+def test_a_read_imports_neither_paddle_nor_a_store_and_one_family(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-1", canonical())
+    modules = _imported(READ, tmp_path)
+    assert _unwanted(modules, (*EXPENSIVE, "paddle", "torch", "rich")) == []
+    assert _families(modules) == ["ernie4_5"]

@@ -1,4 +1,4 @@
-"""Wheel and source archive: their files and metadata, and the wheel in environments of its own."""
+"""The requirements, wheel and source archive: their files and metadata, and the wheel in environments of its own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import Parser
+from importlib.metadata import metadata
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.cli.support import run, save
 from tests.execute.simulated import canonical
@@ -60,33 +63,26 @@ class Built:
 
     Args:
         wheel: the wheel.
-        sdist: the source archive.
         package: its files without the wheel's metadata.
         source: the files of the source archive, without its first directory.
         metadata: the wheel's METADATA.
     """
 
     wheel: Path
-    sdist: Path
     package: frozenset[str]
     source: frozenset[str]
     metadata: Message
 
 
-def build(sources: Path, target: Path) -> tuple[Path, Path]:
-    """Build wheel and source archive of a copy, so that nothing is left behind in the repository."""
-    for name in tracked():
-        if (ROOT / name).is_file():
-            copy = sources / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes((ROOT / name).read_bytes())
-    wheel, sdist = call([sys.executable, "-c", BUILD, target], sources).split()[-2:]
-    return target / wheel, target / sdist
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    wheel, sdist = build(tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("dist"))
+    """The archives of a copy, so that nothing is left behind in the repository."""
+    sources, target = (tmp_path_factory.mktemp(name) for name in ("sources", "dist"))
+    for name in tracked():
+        if (ROOT / name).is_file():
+            (sources / name).parent.mkdir(parents=True, exist_ok=True)
+            (sources / name).write_bytes((ROOT / name).read_bytes())
+    wheel, sdist = (target / name for name in call([sys.executable, "-c", BUILD, target], sources).split()[-2:])
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
@@ -94,7 +90,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     with tarfile.open(sdist) as archive:
         source = {one.name.partition("/")[2] for one in archive.getmembers() if one.isfile()}
     package = frozenset(name for name in names if ".dist-info/" not in name)
-    return Built(wheel, sdist, package, frozenset(source), parsed)
+    return Built(wheel, package, frozenset(source), parsed)
 
 
 def test_the_wheel_contains_every_file_of_the_package_and_no_other(built: Built) -> None:
@@ -120,9 +116,7 @@ def test_every_requirement_has_a_lower_bound(built: Built) -> None:
     assert not [str(one) for one in requirements if not any(s.operator in (">=", "==") for s in one.specifier)]
 
 
-def test_the_long_description_has_no_relative_link_and_leads_to_the_repository_if_it_is_known(
-    built: Built, tmp_path: Path
-) -> None:
+def test_the_long_description_has_no_relative_link_but_the_repository_if_known(built: Built, tmp_path: Path) -> None:
     described = str(built.metadata.get_payload())
     assert "[commands]" not in described
     assert not _relative(described)
@@ -175,9 +169,7 @@ def check_without_paddle(programs: Path, directory: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_wheel_reads_a_checkpoint_without_paddle_in_a_fresh_environment(
-    built: Built, tmp_path: Path, version: str
-) -> None:
+def test_the_wheel_reads_a_checkpoint_where_there_is_no_paddle(built: Built, tmp_path: Path, version: str) -> None:
     python = interpreter(version)
     if python is None:
         pytest.skip(f"Python {version} is not on this machine")
@@ -197,12 +189,66 @@ def test_the_wheel_reads_a_checkpoint_without_paddle_in_a_fresh_environment(
 
 
 @pytest.mark.slow
-def test_the_wheel_reads_a_checkpoint_with_the_lowest_version_of_every_requirement(
-    built: Built, tmp_path: Path
-) -> None:
+def test_the_wheel_reads_a_checkpoint_with_the_lowest_versions_it_accepts(built: Built, tmp_path: Path) -> None:
     requirements = map(Requirement, built.metadata.get_all("Requires-Dist", []))
     lowest = [f"{one.name}=={next(iter(one.specifier)).version}" for one in requirements if one.marker is None]
     assert len(lowest) == 8
     programs = environment(tmp_path / "fresh")
     call([programs / "pip", "install", "-q", built.wheel, *lowest], tmp_path)
     check_without_paddle(programs, tmp_path)
+
+
+EXTRAS = re.compile(r"(?:(?<![\w.])\.|\.whl|paddleformers-fc)\[([a-z\d,]+)\]")
+
+
+def declared() -> dict[str, list[str]]:
+    """The requirements of ``setup.py`` by extra; those without one under the empty name."""
+    with mock.patch("setuptools.setup") as recorded:
+        code = compile((ROOT / "setup.py").read_text(encoding="utf-8"), str(ROOT / "setup.py"), "exec")
+        exec(code, {"__file__": str(ROOT / "setup.py"), "__name__": "__main__"})
+    given = recorded.call_args.kwargs
+    return {"": given["install_requires"], **given["extras_require"]}
+
+
+def pinned() -> dict[str, list[Requirement]]:
+    """The pins of ``constraints.txt`` by name."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
+    found: dict[str, list[Requirement]] = {}
+    for one in map(Requirement, filter(None, lines)):
+        found.setdefault(one.name.replace("_", "-").lower(), []).append(one)
+    return found
+
+
+def test_every_extra_that_the_documents_name_exists() -> None:
+    extras = declared()
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "Makefile", ROOT / "tools/install.sh"]
+    texts += [ROOT / "constraints.txt", *(ROOT / "paddleformers_fc").rglob("*.py")]
+    named = {
+        extra.strip()
+        for path in texts
+        for group in EXTRAS.findall(path.read_text(encoding="utf-8"))
+        for extra in group.split(",")
+    }
+    assert {"cpu", "formers", "http", "s3"} <= named
+    assert named <= extras.keys()
+
+
+def test_no_extra_requires_a_wheel_that_the_public_index_lacks() -> None:
+    names = {Requirement(text).name for texts in declared().values() for text in texts}
+    assert "paddlepaddle-gpu" not in names
+
+
+@pytest.mark.parametrize("extra", ["", "cpu", "formers", "http", "s3", "plots", "test", "docs"])
+def test_the_constraints_satisfy_what_is_required(extra: str) -> None:
+    pins = pinned()
+    for requirement in map(Requirement, declared()[extra]):
+        found = pins[requirement.name.replace("_", "-").lower()]
+        for pin in found:
+            ((only,),) = [list(pin.specifier)]
+            assert only.operator == "=="
+            assert requirement.specifier.contains(Version(only.version)), f"{requirement} and {pin}"
+
+
+def test_the_way_for_gpus_brings_no_cpu_wheel_of_paddle() -> None:
+    names = {Requirement(text).name for text in metadata("paddleformers").get_all("Requires-Dist") or ()}
+    assert not names & {"paddlepaddle", "paddlepaddle-gpu"}

@@ -25,7 +25,6 @@ import select
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -83,6 +82,7 @@ class ForkServer:
         grace: seconds for the other ranks of a job to end by themselves once one has failed.
         patience: seconds for the server to start or to answer, and for a job that is given no time of its own.
         path: directories that only the server imports from, after all others.
+        variables: of the server's environment, beside those of this process.
     """
 
     def __init__(
@@ -92,21 +92,22 @@ class ForkServer:
         grace: float = ranks.GRACE_SECONDS,
         patience: float = ranks.PATIENCE_SECONDS,
         path: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self._grace = grace
         self._patience = patience
         self._preload = tuple(preload)
         self._path = tuple(path)
+        self._variables = dict(variables or {})
         self._stack = ExitStack()
         self._directory = directory
         self._numbers = count(1)
 
     def __enter__(self) -> ForkServer:
         with ExitStack() as stack:
-            root = self._directory or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forkserver-")))
-            root.mkdir(parents=True, exist_ok=True)
-            self._root = root
-            self._process = self._start(stack, root / "server.log")
+            self._root = self._directory or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forkserver-")))
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._start(stack, self._root / "server.log")
             self._answer(self._patience)
             self._stack = stack.pop_all()
         return self
@@ -120,21 +121,18 @@ class ForkServer:
         other._grace = grace
         return other
 
-    def run(
-        self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None, timeout: float | None = None
-    ) -> JobResult:
+    def run(self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None) -> JobResult:
         """Run a job of which every rank is expected to return.
 
         Args:
             job: ``module:function``, importable by the server under this process' ``sys.path``.
             nproc: number of ranks.
             kwargs: keyword arguments of the function, JSON; the same on every rank.
-            timeout: seconds until all ranks are stopped; those of the server's patience by default.
 
         Raises:
             PeerError: a rank failed or hung; with the end of each rank's log, stacks of hung ranks included.
         """
-        result = self.attempt(job, nproc, kwargs, timeout)
+        result = self.attempt(job, nproc, kwargs)
         if not result.ok:
             raise _failure(job, result)
         return result
@@ -143,6 +141,8 @@ class ForkServer:
         self, job: str, nproc: int, kwargs: Mapping[str, Any] | None = None, timeout: float | None = None
     ) -> JobResult:
         """As :meth:`run`, for a job whose ranks may fail: the result lists them.
+
+        All ranks are stopped after ``timeout`` seconds, by default those of the server's patience.
 
         An exception that interrupts the waiting (an interrupt, the time limit of a test) ends the job and prints the
         stacks of its ranks. The server then takes the next one.
@@ -167,36 +167,46 @@ class ForkServer:
         return _result(request, answer)
 
     def _ask(self, line: bytes) -> None:
-        pipe = self._process.stdin
-        if pipe is None:
-            raise self._gone()
         try:
-            pipe.write(line)
-            pipe.flush()
+            self._requests.write(line)
+            self._requests.flush()
         except OSError:
             raise self._gone() from None
 
-    def _start(self, stack: ExitStack, log: Path) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ)
+    def _start(self, stack: ExitStack, log: Path) -> None:
+        environment = {**os.environ, **self._variables}
         environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment |= {"PYTHONPATH": os.pathsep.join([*(path for path in sys.path if path), *self._path])}
-        output = stack.enter_context(log.open("wb"))
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-m", "verification.forkserver", *self._preload],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=output,
+            stderr=stack.enter_context(log.open("wb")),
             start_new_session=True,
         )
-        stack.callback(_stop, process)
-        return process
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
+        stack.callback(self._stop)
+
+    def _stop(self) -> None:
+        """End the server, close its input, and wait for it."""
+        with suppress(OSError):  # It has ended already.
+            self._requests.write(_END)
+            self._requests.flush()
+        for pipe in (self._requests, self._answers):
+            with suppress(OSError):
+                pipe.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _answer(self, timeout: float) -> dict[str, Any]:
-        pipe = self._process.stdout
-        if pipe is None or not select.select([pipe], [], [], timeout)[0]:
-            raise self._gone()
-        line = pipe.readline()
+        is_there = select.select([self._answers], [], [], timeout)[0]
+        line = self._answers.readline() if is_there else b""
         if not line:
             raise self._gone()
         answer: dict[str, Any] = json.loads(line)
@@ -212,27 +222,11 @@ class ForkServer:
         )
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server, close its input, and wait for it."""
-    if process.stdin is not None:
-        with suppress(OSError):  # It has ended already.
-            process.stdin.write(_END)
-            process.stdin.flush()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):
-                pipe.close()
-    try:
-        process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def _result(request: _Request, answer: Mapping[str, Any]) -> JobResult:
     directory = Path(request.directory)
+    results = [_result_path(directory, rank) for rank in range(request.nproc)]
     return JobResult(
-        values=tuple(_read_value(_result_path(directory, rank)) for rank in range(request.nproc)),
+        values=tuple(json.loads(path.read_bytes()) if path.exists() else None for path in results),
         returncodes=tuple(answer["returncodes"]),
         logs=tuple(_log_path(directory, rank) for rank in range(request.nproc)),
         timed_out=answer["timed_out"],
@@ -259,10 +253,6 @@ def _log_path(directory: Path, rank: int) -> Path:
 
 def _result_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.json"
-
-
-def _read_value(path: Path) -> Any:
-    return json.loads(path.read_bytes()) if path.exists() else None
 
 
 # ---- The server's side.
@@ -359,10 +349,8 @@ class _Server:
 
 def _lead_own_group(pid: int) -> None:
     """Set the process group in parent and child, because either may run first."""
-    try:
+    with suppress(PermissionError, ProcessLookupError):  # The child has already done it, or has already ended.
         os.setpgid(pid, pid)
-    except (PermissionError, ProcessLookupError):
-        pass  # The child has already done it, or has already ended.
 
 
 def _begin_openmp() -> None:
@@ -397,17 +385,8 @@ def _resolve(target: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
-def _preload(targets: Sequence[str]) -> None:
-    for target in targets:
-        if ":" in target:
-            _resolve(target)()
-        else:
-            importlib.import_module(target)
-
-
 def main() -> None:
     """Serve standard input until it is closed; preload what the command line names."""
-    started = time.monotonic()
     requests, answers = os.dup(0), os.dup(1)
     # The output of imports and jobs belongs into the log, not into the answers.
     os.dup2(2, 1)
@@ -415,13 +394,15 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # It is a text file here.
-    _preload(sys.argv[1:])
+    for target in sys.argv[1:]:
+        if ":" in target:
+            _resolve(target)()
+        else:
+            importlib.import_module(target)
     server = _Server(requests, answers)
-    server.answer({"ready": True, "seconds": time.monotonic() - started})
-    try:
+    server.answer({"ready": True})
+    with suppress(_ClientGone):
         server.serve()
-    except _ClientGone:
-        pass
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -69,14 +68,12 @@ class RoundTrip:
         target: the name of the layout in between.
         tensors: canonical tensors of all roles that were compared.
         differences: the tensors that were not bitwise equal, one line each.
-        seconds: wall time.
     """
 
     source: str
     target: str
     tensors: int
     differences: tuple[str, ...]
-    seconds: float
 
     @property
     def equal(self) -> bool:
@@ -108,9 +105,8 @@ def round_trips(
         roles = load(root, row)
         save(saved, roles, row)
         for target, column in columns.items():
-            started = time.monotonic()
             differences = _round_trip(saved, roles, row, column, directory, expected, exported)
-            yield RoundTrip(name, target, len(expected), tuple(differences), time.monotonic() - started)
+            yield RoundTrip(name, target, len(expected), tuple(differences))
         shutil.rmtree(saved)
     shutil.rmtree(root)
 
@@ -272,19 +268,22 @@ def filled(roles: Mapping[str, Mapping[str, Shard]], value: Callable[[str, Shard
         value: the whole tensor that a shard is of, from its role and the shard.
     """
     return {
-        role: {name: _weight(shard, value(role, shard)) for name, shard in shards.items()}
+        role: {name: weight_of(shard, _part(value(role, shard), shard)) for name, shard in shards.items()}
         for role, shards in roles.items()
     }
 
 
-def _weight(shard: Shard, whole: Array) -> SimulatedWeight:
-    box = shard.box
-    part = whole[tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))]
+def _part(whole: Array, shard: Shard) -> Array:
+    part = whole[tuple(slice(low, high) for low, high in zip(shard.box.lo, shard.box.hi, strict=True))]
     if shard.flat is not None:
         part = part.reshape(-1)[shard.flat[0] : shard.flat[1]]
-    tensor = HostTensor(np.array(part, order="C"))
-    flat = None if shard.flat is None else slice(*shard.flat)
-    return SimulatedWeight(shard.name, tensor, box.shape, shard.global_shape, box.lo, flat is not None, flat)
+    return np.array(part, order="C")
+
+
+def weight_of(shard: Shard, array: Array) -> SimulatedWeight:
+    """Return a shard as a weight with these numbers."""
+    box, flat = shard.box, None if shard.flat is None else slice(*shard.flat)
+    return SimulatedWeight(shard.name, HostTensor(array), box.shape, shard.global_shape, box.lo, flat is not None, flat)
 
 
 def value_of(role: str, shard: Shard) -> Array:

@@ -207,13 +207,6 @@ def test_equal_names_of_unequal_shape_or_dtype_are_named() -> None:
     assert "src_dtype='float32', dst_dtype='bfloat16'" in str(caught.value)
 
 
-def test_a_dtype_that_no_statement_changes_is_named_with_the_statement() -> None:
-    left, right = {"a": AoaTensor((2,), "float32", (1,))}, {"b": AoaTensor((2,), "bfloat16", (1,))}
-    with pytest.raises(MappingError, match="statement 1: a -> b") as caught:
-        parse(["a -> b"], left, right)
-    assert "`b` is bfloat16, its value is float32" in str(caught.value)
-
-
 def test_what_nothing_fills_and_what_nothing_reads_is_left_to_the_proof() -> None:
     mapping = parse(["a -> c"], side({"a": (2,), "b": (2,)}), side({"c": (2,), "d": (2,)}))
     with pytest.raises(MappingError) as caught:

@@ -63,6 +63,13 @@ def run(*arguments: object) -> Outcome:
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
+def document_of(*arguments: object, code: int = 0) -> dict[str, Any]:
+    """The document of a command under ``--json``, which returns this code."""
+    outcome = run(*arguments, "--json")
+    assert outcome.code == code, outcome.out + outcome.err
+    return outcome.document
+
+
 def save(
     directory: Path,
     arrays: Arrays,

@@ -13,7 +13,7 @@ from paddleformers_fc import upstream
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.trainer import diagnosis
 from paddleformers_fc.trainer.tiers import RECORD_NAME
-from tests.cli.support import claim_local_tier, run
+from tests.cli.support import claim_local_tier, document_of, run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,31 +43,23 @@ def test_the_checkpoint_of_a_resume_and_the_space_of_a_save_are_reported(output_
     assert [check["name"] for check in found["checks"]] == ["versions", "disk", "space", "resume", "leftovers"]
 
 
-@pytest.fixture
-def local_tier(output_dir: Path, one: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The local tier of the output directory, with a newer whole checkpoint."""
+def test_a_local_tier_is_examined(output_dir: Path, one: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     local = tmp_path_factory.mktemp("local")
+    newest = local / "checkpoint-8"
     claim_local_tier(output_dir, local)
-    shutil.copytree(one, local / "checkpoint-8")
-    write_manifest(local / "checkpoint-8", replace(read_manifest(one), step=8))
-    return local
-
-
-def test_the_local_tier_on_this_machine_is_examined_and_listed(output_dir: Path, local_tier: Path) -> None:
-    newest = str(local_tier / "checkpoint-8")
-    found = run("doctor", output_dir, "--no-hooks", "--json").document
-    assert (found["passed"], found["resume"]) == (True, newest)
-    assert found["checks"][-1]["name"] == "local tier"
+    write_manifest(shutil.copytree(one, newest), replace(read_manifest(one), step=8))
+    found = document_of("doctor", output_dir, "--no-hooks")
+    assert (found["passed"], found["resume"], found["checks"][-1]["name"]) == (True, str(newest), "local tier")
     assert f"{newest} is resumed" in run("doctor", output_dir, "--no-hooks").out.replace("\n", "")
-    listed = run("list", output_dir, "--json").document
+    listed = document_of("list", output_dir)
     assert [one["name"] for one in listed["checkpoints"]] == ["checkpoint-9", "checkpoint-3"]
     assert [one["name"] for one in listed["local"]["checkpoints"]] == ["checkpoint-8"]
     assert "local tier on this machine:" in run("list", output_dir).out
-    assert run("list", local_tier, "--json").document["local"] is None
+    assert document_of("list", local)["local"] is None
     # The tier of another run, or of another machine.
-    (local_tier / RECORD_NAME).unlink()
-    assert run("list", output_dir, "--json").document["local"] is None
-    assert run("doctor", output_dir, "--no-hooks", "--json").document["resume"] == "checkpoint-3"
+    (local / RECORD_NAME).unlink()
+    assert document_of("list", output_dir)["local"] is None
+    assert document_of("doctor", output_dir, "--no-hooks")["resume"] == "checkpoint-3"
 
 
 def test_checkpoints_that_cannot_be_resumed_are_a_fault(tmp_path: Path) -> None:
@@ -80,26 +72,23 @@ def test_checkpoints_that_cannot_be_resumed_are_a_fault(tmp_path: Path) -> None:
 
 def test_a_disk_without_space_for_the_next_save_is_a_fault(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
-    outcome = run("doctor", output_dir, "--no-hooks", "--json")
-    assert outcome.code == 1
-    assert {one["name"] for one in outcome.document["checks"] if not one["passed"]} == {"disk", "space"}
+    found = document_of("doctor", output_dir, "--no-hooks", code=1)
+    assert {one["name"] for one in found["checks"] if not one["passed"]} == {"disk", "space"}
 
 
 def test_the_hooks_of_the_installed_versions_are_compared() -> None:
-    outcome = run("doctor", "--json")
-    assert outcome.code == 0
-    assert [(one["name"], one["passed"]) for one in outcome.document["checks"]] == [("versions", True), ("hooks", True)]
-    assert outcome.document["disk"] is None
-    versions = {one["name"]: one["version"] for one in outcome.document["packages"]}
+    found = document_of("doctor")
+    assert [(one["name"], one["passed"]) for one in found["checks"]] == [("versions", True), ("hooks", True)]
+    assert found["disk"] is None
+    versions = {one["name"]: one["version"] for one in found["packages"]}
     assert versions["paddle"] == upstream.VERSIONS["paddle"]
 
 
 def test_an_unknown_version_is_a_fault_without_known_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(upstream.VERSIONS, "paddle", "9.9.9")
-    outcome = run("doctor", "--no-hooks", "--json")
-    assert outcome.code == 1
-    assert "known is 9.9.9" in outcome.document["checks"][0]["detail"]
-    assert {one["package"] for one in outcome.document["known_faults"]} == {"paddleformers"}
+    found = document_of("doctor", "--no-hooks", code=1)
+    assert "known is 9.9.9" in found["checks"][0]["detail"]
+    assert {one["package"] for one in found["known_faults"]} == {"paddleformers"}
 
 
 def test_every_known_fault_is_a_row_of_the_guarantees() -> None:

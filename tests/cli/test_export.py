@@ -1,39 +1,42 @@
-"""``export`` writes Hugging Face files and one md5 that no layout changes."""
+"""``export`` writes Hugging Face files of any element type, and one md5 that no layout changes."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from tests.cli.support import flip, run, save
-from tests.execute.simulated import canonical
+from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
+from paddleformers_fc.families import ModelDescription
+from tests.cli.support import SIZES, document_of, flip, run, save
+from tests.execute.simulated import CONFIG, Arrays, canonical, live, succeed
 
 ARRAYS = canonical()
+EXPORTED = ["config.json", "flex_checksums.json", "model.safetensors"]
 
 
 def md5_of_arrays() -> str:
     """The documented definition, over the weights that were saved."""
-    digest = hashlib.md5()
-    for name in sorted(ARRAYS):
-        digest.update(name.encode())
-        digest.update(ARRAYS[name].tobytes())
-    return digest.hexdigest()
+    lines = [f"{name} {hashlib.md5(ARRAYS[name].tobytes()).hexdigest()}\n" for name in sorted(ARRAYS)]
+    return hashlib.md5("".join(lines).encode()).hexdigest()
 
 
 @pytest.mark.parametrize(("layout", "size"), [((2, 2), "1GB"), ((1, 3), "8kB")])
 def test_the_md5_is_the_same_for_every_layout_and_file_size(tmp_path: Path, layout: tuple[int, int], size: str) -> None:
     checkpoint = save(tmp_path / "checkpoint-3", ARRAYS, *layout)
     target = tmp_path / "export"
-    outcome = run("export", checkpoint, target, "--max-shard-size", size, "--json")
-    assert outcome.code == 0
-    document = outcome.document
+    document = run("export", checkpoint, target, "--max-shard-size", size, "--json").document
     assert document["md5"] == md5_of_arrays()
     written = {path.name: path.stat().st_size for path in target.glob("*.safetensors")}
     assert (len(written) > 1) is (size == "8kB")
@@ -44,33 +47,12 @@ def test_the_md5_is_the_same_for_every_layout_and_file_size(tmp_path: Path, layo
     assert all(part in text for part in (*written, document["md5"]))
 
 
-@pytest.mark.parametrize("size", ["", "5", "-1GB", "0B"])
-def test_an_invalid_size_is_refused(four: Path, tmp_path: Path, size: str) -> None:
-    outcome = run("export", four, tmp_path / "export", f"--max-shard-size={size}")
-    assert outcome.code == 2
-    assert not (tmp_path / "export").exists()
-
-
-def test_an_output_directory_is_refused_with_its_checkpoints(four: Path, tmp_path: Path) -> None:
-    run_directory = tmp_path / "run"
-    assert run("export", four, run_directory).code == 0
-    shutil.copytree(four, run_directory / "checkpoint-3")
-    outcome = run("export", run_directory, tmp_path / "export")
-    assert outcome.code == 1
-    assert "contains open weights and is not a flex checkpoint" in outcome.err
-    assert "Name a checkpoint inside it: checkpoint-3." in outcome.err
-
-
-def test_existing_weights_are_replaced_only_with_the_option(four: Path, tmp_path: Path) -> None:
-    target = tmp_path / "export"
-    target.mkdir()
-    (target / "model.safetensors").write_bytes(b"precious")
-    outcome = run("export", four, target)
-    assert outcome.code == 2
-    assert "--replace" in outcome.err
-    assert (target / "model.safetensors").read_bytes() == b"precious"
-    assert run("export", four, target, "--replace").code == 0
-    assert run("diff", four, target).code == 0
+def test_weights_and_a_foreign_configuration_are_replaced_with_the_option(four: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"precious")
+    (tmp_path / "config.json").write_text('{"mine": 1}')
+    assert run("export", four, tmp_path, "--replace").code == 0
+    assert (tmp_path / "config.json").read_bytes() == (four / "config.json").read_bytes()
+    assert run("diff", four, tmp_path).code == 0
 
 
 def test_a_link_to_another_file_system_is_followed_and_stays(four: Path, tmp_path: Path) -> None:
@@ -84,91 +66,39 @@ def test_a_link_to_another_file_system_is_followed_and_stays(four: Path, tmp_pat
             outcome = run("export", four, link, "--max-shard-size", size, "--replace", "--json")
             assert outcome.document["md5"] == md5_of_arrays()
             (Path(real) / "notes.txt").write_text("mine")
-        assert sorted(os.listdir(real)) == [
-            "config.json",
-            "flex_checksums.json",
-            "model.safetensors",
-            "notes.txt",
-        ]
+        assert sorted(os.listdir(real)) == [*EXPORTED, "notes.txt"]
         assert link.is_symlink()
     assert os.listdir(tmp_path) == ["export"]
 
 
-@pytest.mark.parametrize(
-    ("why", "older"),
-    [
-        *(("mounted", True), ("mounted", False)),
-        *(("below a directory of somebody else", True), ("where the process is", True)),
-    ],
-)
-def test_a_directory_that_cannot_be_replaced_is_written_into(
-    four: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, older: bool
-) -> None:
+@pytest.mark.parametrize("why", ["below a directory of somebody else", "where the process is"])
+def test_a_directory_may_stay_in_place(four: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     target = tmp_path / "output"
-    target.mkdir()
-    if older:
-        assert run("export", four, target, "--max-shard-size", "8kB").code == 0
-        (target / "checkpoint-5").mkdir()
+    assert run("export", four, target, "--max-shard-size", "8kB").code == 0
+    (target / "checkpoint-5").mkdir()
     named, inode = target, target.stat().st_ino
-    if why == "mounted":
-        monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == str(target))
-    elif why == "where the process is":
+    if why == "where the process is":
         monkeypatch.chdir(target)
         named = Path()
-    else:
-        may = os.access
-        monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and may(path, mode))
-    make = os.mkdir
+    may, make = os.access, os.mkdir
 
     def refuse(path: Any, *arguments: Any) -> None:
         if Path(path).parent == tmp_path:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         make(path, *arguments)
 
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and may(path, mode))
     monkeypatch.setattr(os, "mkdir", refuse)
-    outcome = run("export", four, named, "--replace", "--json")
-    assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.document["md5"] == md5_of_arrays()
-    exported = ["config.json", "flex_checksums.json", "model.safetensors"]
-    assert sorted(os.listdir(target)) == [*(["checkpoint-5"] if older else []), *exported]
+    assert document_of("export", four, named, "--replace")["md5"] == md5_of_arrays()
+    assert sorted(os.listdir(target)) == ["checkpoint-5", *EXPORTED]
     assert (os.listdir(tmp_path), target.stat().st_ino) == (["output"], inode)
-
-
-def test_a_link_that_leads_nowhere_else_is_an_error_with_a_reason(four: Path, tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    outcome = run("export", four, tmp_path / "loop")
-    assert outcome.code == 2
-    assert "Traceback" not in outcome.err
-
-
-def test_a_checkpoint_is_not_written_into(one: Path, copy: Path) -> None:
-    before = sorted(path.relative_to(copy) for path in copy.rglob("*"))
-    for source, target in ((one, copy), (copy, copy), (copy, copy / "a/b")):
-        outcome = run("export", source, target, "--replace")
-        assert outcome.code == 2
-        assert "Nothing is written into a checkpoint" in outcome.err
-    assert sorted(path.relative_to(copy) for path in copy.rglob("*")) == before
-
-
-def test_a_foreign_configuration_is_replaced_only_with_the_option(four: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own" / "config.json"
-    own.parent.mkdir()
-    own.write_text('{"mine": 1}')
-    refused = run("export", four, own.parent)
-    assert refused.code == 2
-    assert "config.json is there" in refused.err
-    assert [path.name for path in own.parent.iterdir()] == ["config.json"]
-    assert own.read_text() == '{"mine": 1}'
-    assert run("export", four, own.parent, "--replace").code == 0
-    assert own.read_bytes() == (four / "config.json").read_bytes()
 
 
 def test_a_damaged_checkpoint_is_not_exported(copy: Path, tmp_path: Path) -> None:
     flip(copy / "model_state/rank-00000.safetensors", -1)
     target = tmp_path / "export"
-    outcome = run("export", copy, target, "--json")
-    assert outcome.code == 1
-    assert outcome.document["error"] == "Corrupt"
+    found = document_of("export", copy, target, code=1)
+    assert found["error"] == "Corrupt"
     assert not target.exists()
     assert [path.name for path in tmp_path.iterdir()] == [copy.name]
     assert run("export", copy, tmp_path / "unchecked", "--verify", "size").code == 0
@@ -182,3 +112,81 @@ def test_a_tilde_is_expanded_without_a_shell(four: Path, tmp_path: Path, monkeyp
     assert run("export", "~/checkpoint-3", "~/export", "--json").document["md5"] == md5_of_arrays()
     assert sorted(os.listdir(tmp_path / "home")) == ["checkpoint-3", "export"]
     assert os.listdir(tmp_path / "work") == []
+
+
+NORM = "model.norm.weight"
+THIRDS = {name: array / np.float32(3) for name, array in canonical().items()}
+
+
+def save_half(directory: Path, masters: bool, tp: int = 2) -> Path:
+    """A bfloat16 checkpoint of two tensor-parallel ranks; the final norm is float32, as a router would be."""
+
+    def work(channel: Any) -> None:
+        roles = live(THIRDS, tp, channel.rank)
+        lower = {
+            name: one
+            if name == NORM
+            else SimpleNamespace(**{**vars(one), "local_tensor": one.local_tensor.cast("bfloat16")})
+            for name, one in roles["model_state"].items()
+        }
+        saved = {"model_state": lower}
+        if masters:
+            whole = {f"{name}.w_0": one for name, one in roles["model_state"].items() if name != NORM}
+            saved["master_weight"] = whole
+        named = {**CONFIG, "torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}}
+        files = {"config.json": config_bytes(named)} if channel.rank == 0 else {}
+        save_checkpoint(directory, saved, ModelDescription(CONFIG), files, JobRecord(3, 24, {"tp": tp}), channel)
+
+    succeed(tp, work)
+    return directory
+
+
+def exported(directory: Path, target: Path, *options: str) -> Arrays:
+    """The tensors of an export."""
+    outcome = run("export", directory, target, *options)
+    assert outcome.code == 0, outcome.err
+    return dict(load_file(target / "model.safetensors"))
+
+
+def rounded(name: str) -> np.ndarray[Any, Any]:
+    return THIRDS[name] if name == NORM else THIRDS[name].astype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_float32_is_read_from_master_weights_or_has_the_stored_numbers(tmp_path: Path, masters: bool) -> None:
+    stored = save_half(tmp_path / "checkpoint-3", masters)
+    found = exported(stored, tmp_path / "hf", "--dtype", "float32")
+    assert found.keys() == THIRDS.keys()
+    for name, array in THIRDS.items():
+        assert np.array_equal(found[name], array if masters else rounded(name).astype(np.float32))
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config["torch_dtype"] == config["text_config"]["dtype"] == "float32"
+    assert json.loads((stored / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert run("verify", tmp_path / "hf").code == 0
+
+
+def test_bfloat16_rounds_the_weights_of_a_float32_model(tmp_path: Path) -> None:
+    one = save(tmp_path / "one", THIRDS, config=SIZES)
+    found = exported(one, tmp_path / "hf", "--dtype", "bfloat16")
+    for name, array in THIRDS.items():
+        assert np.array_equal(found[name], array.astype(ml_dtypes.bfloat16))
+
+
+def test_the_stored_dtype_changes_no_byte(tmp_path: Path) -> None:
+    stored = save_half(tmp_path / "checkpoint-3", masters=True)
+    exported(stored, tmp_path / "plain")
+    exported(stored, tmp_path / "same", "--dtype", "bfloat16")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "same")]
+    assert files[0] == files[1]
+
+
+def test_weights_need_their_own_files_and_none_of_the_optimizer(copy: Path, four: Path, tmp_path: Path) -> None:
+    shutil.rmtree(copy / "optimizer_state")
+    assert document_of("export", copy, tmp_path / "checked", code=1)["error"] == "Corrupt"
+    exported(copy, tmp_path / "hf", "--verify", "off")
+    exported(four, tmp_path / "whole")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "whole")]
+    assert files[0] == files[1]
+    (copy / "model_state/rank-00001.safetensors").unlink()
+    assert document_of("export", copy, tmp_path / "none", "--verify", "off", code=1)["error"] == "Corrupt"
+    assert not (tmp_path / "none").exists()

@@ -1,29 +1,33 @@
-"""``inspect`` shows the stored tensors and their files."""
+"""``inspect`` shows the stored tensors and their files, and ``explain`` where elements are and what reads them."""
 
 from __future__ import annotations
 
-import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from paddleformers_fc import __version__
+from paddleformers_fc.cli.explaining import show
 from paddleformers_fc.cli.inspection import show_tensors
 from paddleformers_fc.formats.inspection import ShardFacts, TensorFacts
+from paddleformers_fc.mapping import Rule
 from paddleformers_fc.output import console
+from paddleformers_fc.plan.explain import ExplainedTensor, Explanation
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
-from tests.cli.support import run, save
+from tests.cli.support import document_of, run, save
 from tests.execute.simulated import canonical, model
 
 ARRAYS = canonical()
 
 
-def test_inspect_reports_the_job_that_saved(four: Path) -> None:
+def test_inspect_reports_the_job_that_saved_and_the_size_of_roles_and_files(four: Path) -> None:
     found = run("inspect", four, "--json").document
     assert found["kind"] == "flex_checkpoint"
+    time, host = found["job"].pop("time"), found["job"].pop("host")
     assert found["job"] == {
         "step": 3,
         "consumed_samples": 24,
@@ -31,41 +35,31 @@ def test_inspect_reports_the_job_that_saved(four: Path) -> None:
         "parallel": {"tp": 2, "pp": 1},
         "family": "ernie4_5",
         "written_by": f"paddleformers_fc {__version__}",
+        "run": "",
         "differing_replicas": [],
         "diverged_ties": [],
-        "run": "",
         "branches": [],
-        "time": found["job"]["time"],
-        "host": socket.gethostname(),
     }
+    assert host == socket.gethostname()
     assert found["model"]["num_key_value_heads"] == 2
     assert found["tensors"] is None
     text = run("inspect", four).out
-    assert f"{found['job']['time']} on {found['job']['host']}" in text
+    assert f"{time} on {host}" in text
     assert "qkv_proj" not in text  # Tensors are listed if that is requested.
-
-
-def test_inspect_reports_the_size_of_every_role_and_of_the_files(four: Path) -> None:
-    found = run("inspect", four, "--json").document
     tensors = len(model(ARRAYS, 2))
     elements = sum(array.size for array in ARRAYS.values())
-    assert found["roles"]["model_state"] == {
-        "tensors": tensors,
-        "elements": elements,
-        "bytes": 4 * elements,
-        "dtypes": {"float32": tensors},
-        "files": 4,
-    }
+    sizes = {"tensors": tensors, "elements": elements, "bytes": 4 * elements}
+    assert found["roles"]["model_state"] == {**sizes, "dtypes": {"float32": tensors}, "files": 4}
     # Two moments of every weight and two powers of beta for every tensor.
     assert found["roles"]["optimizer_state"]["elements"] == 2 * elements + 2 * tensors
     files = [path for path in four.rglob("*") if path.is_file() and path.name != "flex_checkpoint.json"]
     assert (found["files"], found["bytes"]) == (len(files), sum(path.stat().st_size for path in files))
 
 
-def test_replicas_that_differed_are_listed_and_verification_mentions_them(four: Path, tmp_path: Path) -> None:
+def test_replicas_that_differed_are_listed_and_verification_mentions_them(copy: Path) -> None:
     lines = [f"model_state w{number} [0:8]: version 1 on rank 0; version 2 on rank 1" for number in range(30)]
-    copy = tmp_path / "checkpoint-3"
-    shutil.copytree(four, copy)
+    assert "different values" not in run("inspect", copy).out
+    assert "replicas differed when" not in " ".join(run("verify", copy).out.split())
     write_manifest(copy, msgspec.structs.replace(read_manifest(copy), differences=lines))
     assert run("inspect", copy, "--json").document["job"]["differing_replicas"] == lines
     text = run("inspect", copy).out
@@ -75,8 +69,6 @@ def test_replicas_that_differed_are_listed_and_verification_mentions_them(four: 
     verified = run("verify", copy)
     assert verified.code == 0
     assert "30 replicas differed when it was saved" in " ".join(verified.out.split())
-    assert "differ" not in run("inspect", four).out
-    assert "differ" not in run("verify", four).out
 
 
 def test_every_listed_shard_is_at_its_offset(four: Path) -> None:
@@ -102,25 +94,6 @@ def test_a_pattern_lists_matching_tensors_only(four: Path) -> None:
     assert [(tensor["role"], tensor["name"]) for tensor in listed] == [
         ("model_state", "model.layers.0.self_attn.qkv_proj.weight")
     ]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "near"),
-    [
-        ("*q_kv_proj*", ["model.layers.{0...1}.self_attn.qkv_proj.weight"]),
-        ("model.norms.weight", ["model.norm.weight"]),
-        ("qkv", ["model.layers.{0...1}.self_attn.qkv_proj.weight"]),
-        ("zzz", []),
-    ],
-)
-def test_a_pattern_without_matches_is_refused_with_similar_names(four: Path, pattern: str, near: list[str]) -> None:
-    outcome = run("inspect", four, pattern, "--json")
-    assert outcome.code == 2
-    assert outcome.document["what"] == f"No stored tensor matches {pattern!r}."
-    assert f"must match the complete name; write '*{pattern.strip('*')}*'" in outcome.document["next_step"]
-    evidence = outcome.document["evidence"]
-    assert bool(evidence) is bool(near)
-    assert all(name in evidence[0] for name in near)
 
 
 def test_tensors_stored_alike_are_one_entry(four: Path) -> None:
@@ -152,38 +125,14 @@ def test_open_weights_are_recognised(weights: Path) -> None:
     assert "open weights" in run("inspect", weights).out
 
 
-def test_open_weights_need_no_configuration(weights_copy: Path) -> None:
+def test_open_weights_need_no_configuration_and_a_damaged_one_is_named(weights_copy: Path) -> None:
+    for text in ("{", "[]"):
+        (weights_copy / "config.json").write_text(text)
+        outcome = run("inspect", weights_copy)
+        assert (outcome.code, "  - config.json " in outcome.err) == (1, True)
     for name in ("config.json", "flex_checksums.json"):
         (weights_copy / name).unlink()
-    outcome = run("inspect", weights_copy, "--json")
-    assert (outcome.code, outcome.document["model"]) == (0, {})
-
-
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_damaged_configuration_beside_open_weights_is_named(weights_copy: Path, text: str) -> None:
-    (weights_copy / "config.json").write_text(text)
-    outcome = run("inspect", weights_copy)
-    assert outcome.code == 1
-    assert str(weights_copy) in outcome.err
-    assert "  - config.json " in outcome.err
-
-
-def test_checkpoints_of_an_output_directory_are_listed_in_order(four: Path, tmp_path: Path) -> None:
-    for step in (12, 3):
-        shutil.copytree(four, tmp_path / f"checkpoint-{step}")
-    (tmp_path / "checkpoint-20").mkdir()
-    found = run("inspect", tmp_path, "--json").document
-    assert found["kind"] == "output_directory"
-    listed = [(one["name"], one["step"]) for one in found["output"]["checkpoints"]]
-    assert listed == [("checkpoint-20", None), ("checkpoint-12", 3), ("checkpoint-3", 3)]
-    assert ["contains step 3" in one["fault"] for one in found["output"]["checkpoints"]] == [False, True, False]
-    text = run("inspect", tmp_path)
-    assert text.code == 0
-    assert "checkpoint-20: " in text.out
-    # Its tensors are those of a checkpoint.
-    outcome = run("inspect", tmp_path, "*")
-    assert outcome.code == 1
-    assert "Name a checkpoint inside it: checkpoint-3, checkpoint-12." in outcome.err
+    assert document_of("inspect", weights_copy)["model"] == {}
 
 
 def test_a_truncated_file_is_named(copy: Path) -> None:
@@ -192,7 +141,6 @@ def test_a_truncated_file_is_named(copy: Path) -> None:
     outcome = run("inspect", copy)
     assert outcome.code == 1
     assert "model_state/rank-00001.safetensors is truncated" in outcome.err
-    assert "saved by" in outcome.out
     assert "  recorded" in outcome.out
     assert "on disk" not in outcome.out
     assert "truncated" in run("inspect", copy, "--json").document["what"]
@@ -214,14 +162,87 @@ def test_facts_of_the_manifest_are_shown_if_no_header_can_be_read(copy: Path) ->
 
 def test_names_whose_indices_form_no_rectangle_are_entries_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["layers.0.experts.0.w", "layers.0.experts.1.w", "layers.1.experts.0.w"]
-    whole = {"offset": (0,), "shape": (4,)}
+    shards = [ShardFacts(f"model_state/{n}.safetensors", 0, 16, offset=(0,), shape=(4,)) for n in range(3)]
     tensors = [
-        TensorFacts(
-            "model_state", name, "float32", (4,), 16, (ShardFacts(f"model_state/{n}.safetensors", 0, 16, **whole),)
-        )
-        for n, name in enumerate(names)
+        TensorFacts("model_state", name, "float32", (4,), 16, (shard,))
+        for name, shard in zip(names, shards, strict=True)
     ]
     show_tensors(tensors, console())
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1::2]] == names
     assert [line.split() for line in lines[2::2]] == [["whole", str(n)] for n in range(3)]
+
+
+KEYS = "model.layers.1.self_attn.k_proj.weight"
+FUSED = "model.layers.1.self_attn.qkv_proj.weight"
+
+
+def explained(directory: Path, name: str) -> list[dict[str, Any]]:
+    """The explained tensors of a name."""
+    found = document_of("explain", directory, name)
+    return list(found["tensors"])
+
+
+def region(box: list[list[int]]) -> tuple[slice, ...]:
+    return tuple(slice(low, high) for low, high in zip(*box, strict=True))
+
+
+def numbers(directory: Path, box: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """The numbers of a box, read from the file and offset that the explanation names."""
+    low, high = box["shard"]
+    shape = [b - a for a, b in zip(low, high, strict=True)]
+    data = (directory / box["file"]).read_bytes()[box["begin"] :]
+    shard = np.frombuffer(data[: 4 * int(np.prod(shape))], np.float32).reshape(shape)
+    inside = [[at - start for at, start in zip(side, low, strict=True)] for side in box["stored_box"]]
+    return shard[region(inside)].transpose(box["axes"])
+
+
+@pytest.mark.parametrize("name", [KEYS, "model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_the_boxes_of_a_canonical_tensor_contain_its_numbers(four: Path, name: str) -> None:
+    tensor = next(one for one in explained(four, name) if one["side"] == "canonical")
+    found = np.full(tensor["shape"], np.nan, np.float32)
+    for box in tensor["boxes"]:
+        found[region(box["canonical_box"])] = numbers(four, box)
+    assert np.array_equal(found, canonical()[name])
+
+
+def test_a_stored_tensor_is_explained_by_the_canonical_boxes_that_read_it(four: Path) -> None:
+    (tensor,) = explained(four, FUSED)
+    assert (tensor["side"], tensor["role"]) == ("stored", "model_state")
+    assert {box["canonical"].split(".")[-2] for box in tensor["boxes"]} == {"q_proj", "k_proj", "v_proj"}
+    for box in tensor["boxes"]:
+        wanted = canonical()[box["canonical"]][region(box["canonical_box"])]
+        assert np.array_equal(numbers(four, box), wanted)
+    covered = sum(int(np.prod(np.subtract(*box["stored_box"][::-1]))) for box in tensor["boxes"])
+    assert covered == np.prod(tensor["shape"])
+    (rule,) = tensor["rules"]
+    assert (rule["targets"], rule["axes"]) == ([FUSED], [1, 0])
+    assert KEYS in rule["sources"]
+
+
+def test_a_state_follows_its_parameter(four: Path) -> None:
+    (tensor,) = explained(four, f"{KEYS}.moment1_0")
+    assert tensor["role"] == "optimizer_state"
+    assert {box["stored"] for box in tensor["boxes"]} == {f"{FUSED}.moment1_0"}
+    assert tensor["rules"][0]["targets"] == [FUSED]
+
+
+def test_the_text_names_files_offsets_and_the_rule(four: Path) -> None:
+    text = run("explain", four, KEYS).out
+    assert f"    [0:4, 0:16] (canonical) = {FUSED} [0:16, 8:12] (stored), axes [1, 0]  (model_state/rank-0000" in text
+    assert ", in the shard [0:16, 0:16])" in text
+    assert f"{KEYS}, " in text
+    assert f" (canonical) = {FUSED} (stored): parts [16, 8, 8]" in text
+    assert "parts [16, 8, 8] along axis 1; axes [1, 0]; stored side interleaved in 2 groups" in text
+
+
+def test_several_parts_that_one_tensor_holds_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    rule = Rule(("gates",), ("stored",), ((4, 2),), 0, (0, 1), target_blocks=2)
+    tensor = ExplainedTensor("canonical", "model_state", "float32", (6, 8), [], [rule], [])
+    show(Explanation("here", "flex_checkpoint", "gates", [tensor]), console())
+    assert "parts [(4, 2)] along axis 0; stored side interleaved in 2 groups" in capsys.readouterr().out
+
+
+def test_open_weights_have_no_rules(weights: Path) -> None:
+    (tensor,) = explained(weights, KEYS)
+    assert (tensor["rules"], len(tensor["boxes"])) == ([], 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
 import sys
 import threading
 from contextlib import AbstractContextManager
@@ -14,18 +13,15 @@ import pytest
 from rich.console import Console
 
 from paddleformers_fc import progress_display as progress
-from paddleformers_fc.storage.progress import Meter, advance, expect, measured
+from paddleformers_fc.storage.progress import Meter, advance, expect
 from tests.cli.support import run, save
 from tests.execute.simulated import canonical
 from tests.harness.limits import LIMIT
+from tests.harness.processes import python
 from tests.harness.waiting import pause
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-@pytest.fixture
-def meter(monkeypatch: pytest.MonkeyPatch) -> list[Meter]:
-    """The meters of the commands that run."""
+def test_all_expected_bytes_are_done_at_the_end(four: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Meter] = []
 
     class Kept(Meter):
@@ -34,27 +30,20 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> list[Meter]:
             made.append(self)
 
     monkeypatch.setattr(progress, "Meter", Kept)
-    return made
-
-
-VERIFY, EXPORT, DIFF = ["verify", "{four}"], ["export", "{four}", "{target}"], ["diff", "{four}", "{other}"]
-
-
-@pytest.mark.parametrize(("command", "least"), [(EXPORT, "stored"), (DIFF, "weights")])
-def test_all_expected_bytes_are_done_at_the_end(
-    meter: list[Meter], four: Path, tmp_path: Path, command: list[str], least: str
-) -> None:
     arrays = canonical()
     arrays["model.norm.weight"] += 1
-    places = {"four": four, "target": tmp_path / "hf", "other": save(tmp_path / "other", arrays)}
-    meter.clear()
-    assert run(*(part.format(**places) for part in command)).code in (0, 1)
-    (found,) = meter
+    other = save(tmp_path / "other", arrays)
     weights = sum(array.nbytes for array in arrays.values())
     # The index and the documents were compared when the checkpoint was opened.
     stored = sum(path.stat().st_size for path in four.glob("*/*.safetensors"))
-    assert found.done == found.expected
-    assert found.expected >= (stored if least == "stored" else 2 * weights)
+    for command, code, least in (
+        (("export", four, tmp_path / "hf"), 0, stored),
+        (("diff", four, other), 1, 2 * weights),
+    ):
+        made.clear()
+        assert run(*command).code == code
+        (found,) = made
+        assert found.done == found.expected >= least
 
 
 @pytest.mark.parametrize("has_ends", [True, False])
@@ -80,9 +69,7 @@ def test_without_a_terminal_there_is_a_line_every_interval_also_in_training(
     assert len(ends) == (2 if has_ends else 0)
 
 
-def test_a_short_operation_and_one_on_few_bytes_print_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_short_operations_print_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with progress.shown("exporting x", None):
         expect(1 << 30)
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
@@ -120,17 +107,6 @@ def test_an_error_ends_the_display_and_the_count() -> None:
     assert "flex-progress" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_bytes_of_all_threads_are_counted() -> None:
-    found = Meter()
-    with measured(found):
-        threads = [threading.Thread(target=lambda: [advance(1) for _ in range(1000)]) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert found.done == 8000
-
-
 # Interrupts itself once bytes of the export are written, as Ctrl-C does.
 INTERRUPTED = """
 import os, signal, sys
@@ -147,8 +123,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_ctrl_c_leaves_nothing_behind(four: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", INTERRUPTED, "export", str(four), str(tmp_path / "hf"), "--verify", "size"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
+    done = python("-c", INTERRUPTED, "export", four, tmp_path / "hf", "--verify", "size", check=False)
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Commands that read accept URLs; commands that write show an alternative."""
+"""Commands read URLs; exports and conversions to a store have the bytes of local ones and are complete or absent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from tests.cli.support import run
+import paddleformers_fc
+from paddleformers_fc.errors import Corrupt, OptionError, StorageError
+from paddleformers_fc.execute import export_files
+from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
+from paddleformers_fc.storage.files import files_within
+from tests.cli.support import document_of, run
+from tests.storage.buckets import Bucket
 from tests.storage.serving import Served, serving
 
 
@@ -33,26 +39,16 @@ def memory(four: Path) -> Iterator[str]:
 
 
 def test_a_url_gives_the_same_output_as_its_directory(four: Path, weights: Path, served: Served, memory: str) -> None:
-    expected = run("inspect", weights, "--json").document
-    found = run("inspect", f"{served.url}/open", "--json").document
-    assert {**found, "path": ""} == {**expected, "path": ""}
-    assert run("verify", f"{served.url}/open").code == 0
-    for verb in (["inspect", "--tensors"], ["verify"]):
-        expected = run(verb[0], four, *verb[1:], "--json").document
-        for url in (f"{served.url}/checkpoint-3", memory, f"file://{four}"):
-            found = run(verb[0], url, *verb[1:], "--json").document
-            assert found.pop("path") == url.removeprefix("file://")
-            drop = {"path", "seconds"}
-            assert {key: value for key, value in found.items() if key not in drop} == {
-                key: value for key, value in expected.items() if key not in drop
-            }
-
-
-def test_a_checkpoint_and_its_export_are_compared_across_stores(one: Path, served: Served, memory: str) -> None:
-    assert run("diff", memory, f"{served.url}/checkpoint-3").code == 0
-    assert run("diff", f"{served.url}/checkpoint-3", one).code == 0
-    found = run("diff", memory, f"{served.url}/open", "--json")
-    assert (found.code, found.document["not_compared"]) == (0, ["optimizer_state"])
+    for directory, urls in (
+        (weights, [f"{served.url}/open"]),
+        (four, [f"{served.url}/checkpoint-3", memory, f"file://{four}"]),
+    ):
+        for verb in (["inspect", "--tensors"], ["verify"]):
+            expected = document_of(verb[0], directory, *verb[1:])
+            for url in urls:
+                found = document_of(verb[0], url, *verb[1:])
+                assert found["path"] == url.removeprefix("file://")
+                assert {**found, "path": "", "seconds": 0} == {**expected, "path": "", "seconds": 0}
 
 
 def test_a_load_from_a_store_is_planned_without_its_tensors(stored: Path) -> None:
@@ -69,33 +65,153 @@ def test_a_url_without_a_checkpoint_is_refused(served: Served) -> None:
     assert (nowhere.code, "is not a checkpoint of a known format" in nowhere.err) == (1, True)
 
 
-@pytest.mark.parametrize(("verb", "what"), [("export", "An export"), ("convert", "A conversion")])
-def test_a_web_server_as_a_target_is_refused_with_a_next_step(four: Path, verb: str, what: str) -> None:
-    outcome = run(verb, four, "http://localhost/open")
-    assert outcome.code == 2
-    assert f"{what} cannot be written to http://localhost/open" in outcome.err
-    assert "an object store such as" in outcome.err
-
-
-def test_a_refusal_of_a_store_does_not_return_1(served: Served) -> None:
-    served.refuse["flex_checkpoint.json"] = 403
-    outcome = run("verify", f"{served.url}/checkpoint-3")
-    assert outcome.code == 2
-    assert "permission to read it" in outcome.err
-    outcome = run("inspect", "nosuch://bucket/run")
-    assert (outcome.code, "Protocol not known" in outcome.err) == (2, True)
-
-
-@pytest.mark.parametrize("ranges_of", ["mapping.json", "model_state/rank-00000.safetensors"])
-def test_an_unreadable_file_is_not_reported_as_damaged(served: Served, ranges_of: str) -> None:
-    size = (served.root / "checkpoint-3" / ranges_of).stat().st_size
+def test_an_unreadable_file_is_not_reported_as_damaged(served: Served) -> None:
+    size = (served.root / "checkpoint-3/model_state/rank-00000.safetensors").stat().st_size
     served.answer = lambda data: data + b"more" if len(data) == size else data
     outcome = run("verify", f"{served.url}/checkpoint-3")
     assert outcome.code == 2
     assert "does not answer range requests" in outcome.err
     assert "could not be checked: level full" in outcome.out
     assert not any(word in outcome.out + outcome.err for word in ("FAILED", "damaged"))
-    document = run("verify", f"{served.url}/checkpoint-3", "--json").document
+    document = document_of("verify", f"{served.url}/checkpoint-3", code=2)
     assert (document["error"], document["passed"]) == ("StorageError", False)
     assert "files" in document["not_checked"]
     assert all(check["passed"] for check in document["checks"])
+
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SMALL = 8_000
+"""Bytes of a file, so that there are several."""
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files_within(directory)}
+
+
+@pytest.mark.parametrize(("size", "mark"), [(SMALL, INDEX), (10**9, SINGLE)])
+def test_an_export_to_a_store_is_the_local_one(
+    four: Path, bucket: Bucket, tmp_path: Path, size: int, mark: str
+) -> None:
+    checkpoint = paddleformers_fc.open(four)
+    local = checkpoint.export(tmp_path / "hf", max_shard_bytes=size)
+    report = checkpoint.export(f"{bucket.path}/run/hf", max_shard_bytes=size)
+    assert bucket.files("run/hf") == content(tmp_path / "hf")
+    assert mark in content(tmp_path / "hf")
+    assert (report.files, report.tensors, report.digests()) == (local.files, local.tensors, local.digests())
+    assert bucket.unfinished() == []
+    again = run("export", four, f"{bucket.path}/run/hf")
+    assert (again.code, "already contains a model" in again.err) == (2, True)
+
+
+@pytest.mark.parametrize("form", ["flex", "hf", "distcp"])
+def test_a_conversion_to_a_store_is_the_local_one(four: Path, bucket: Bucket, tmp_path: Path, form: str) -> None:
+    url, local = f"{bucket.path}/run/checkpoint-3", tmp_path / "checkpoint-3"
+    options = ("--format", form, "--max-shard-size", "8kB")
+    there, here = (document_of("convert", four, one, *options) for one in (url, local))
+    assert {**there, "path": "", "seconds": 0} == {**here, "path": "", "seconds": 0}
+    opened = paddleformers_fc.open(local).metadata
+    assert there["format"] == opened.format
+    assert there["roles"] == {role: one.tensors for role, one in opened.roles.items()}
+    assert bucket.files("run/checkpoint-3") == content(local)
+    assert bucket.unfinished() == []
+    inspected = run("inspect", url)
+    assert inspected.code == (1 if form == "distcp" else 0)
+    assert form != "distcp" or "Copy it to a local directory" in inspected.err
+
+
+def test_nothing_is_written_into_a_checkpoint_or_a_directory_with_files_at_a_store(four: Path, bucket: Bucket) -> None:
+    assert run("convert", four, f"{bucket.path}/run/checkpoint-9").code == 0
+    assert run("diff", four, f"{bucket.path}/run/checkpoint-9").code == 0
+    bucket.put("other/file", b"1")
+    for verb, target, words in (
+        ("convert", "run/checkpoint-9", "Nothing is written into a checkpoint"),
+        ("export", "run/checkpoint-9/hf", "Nothing is written into a checkpoint"),
+        ("convert", "other", "is not empty"),
+    ):
+        outcome = run(verb, four, f"{bucket.path}/{target}")
+        assert (outcome.code, words in outcome.err) == (2, True)
+
+
+def test_a_conversion_at_a_store_is_not_written_into_its_source(weights: Path, bucket: Bucket) -> None:
+    source = bucket.upload(weights)
+    before = bucket.files(weights.name)
+    for target in (source, source / "below"):
+        with pytest.raises(OptionError, match="not written into its source"):
+            paddleformers_fc.open(source).convert(target)
+    assert bucket.files(weights.name) == before
+
+
+def test_an_older_export_is_replaced_and_no_reader_sees_a_mixture(four: Path, bucket: Bucket) -> None:
+    """An export in one file is replaced by one in several, and that by one in one."""
+    checkpoint, url = paddleformers_fc.open(four), f"{bucket.path}/hf"
+    seen: list[dict[str, bytes]] = []
+
+    def look(method: str, path: str, query: str) -> bool:
+        seen.append(bucket.files("hf"))
+        return True
+
+    checkpoint.export(url)
+    bucket.put("hf/notes.txt", b"of another program")
+    whole = [bucket.files("hf")]
+    bucket.store.accepts = look
+    for size in (SMALL, 10**9):
+        checkpoint.export(url, max_shard_bytes=size, replace=True)
+        whole.append(bucket.files("hf"))
+    assert whole[0] == whole[2]
+    assert {*whole[0]} & {*whole[1]} >= {"config.json", "notes.txt"}
+    marked = [one for one in seen if INDEX in one or SINGLE in one]
+    assert 0 < len(marked) < len(seen)
+    assert all(one in whole for one in marked)
+
+
+STEP = 5
+"""One request of so many is refused; files are sent in parts of three requests, so that each of them has its turn."""
+
+
+@pytest.mark.parametrize(("form", "size"), [("hf", SMALL), ("hf", 10**9), ("distcp", 10**9)])
+def test_a_conversion_refused_at_any_request_leaves_nothing(four: Path, bucket: Bucket, form: str, size: int) -> None:
+    refused_at, requests = -1, 0
+
+    def accepts(method: str, path: str, query: str) -> bool:
+        nonlocal requests
+        requests += method != "DELETE"
+        return method == "DELETE" or requests - 1 != refused_at
+
+    def convert(target: str) -> None:
+        paddleformers_fc.open(four).convert(f"{bucket.path}/{target}", format=form, max_shard_bytes=size)
+
+    bucket.store.accepts = accepts
+    convert("counted")
+    total = requests
+    assert total > 4
+    some = range(0, total, STEP) if size == SMALL else (0, total // 2)
+    for number in {*some, total - 1}:
+        refused_at, requests = number, 0
+        with pytest.raises(StorageError):
+            convert("target")
+        assert (bucket.files("target"), bucket.unfinished()) == ({}, [])
+
+
+@pytest.mark.parametrize("size", [SMALL, 10**9])
+def test_an_interrupt_leaves_nothing(four: Path, bucket: Bucket, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(directory: object, uploaded: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export_files, "compare_uploaded", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        paddleformers_fc.open(four).export(f"{bucket.path}/hf", max_shard_bytes=size)
+    assert (bucket.files("hf"), bucket.unfinished()) == ({}, [])
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "model-00001-of-", CHECKSUMS_NAME])
+def test_changed_bytes_are_found_and_the_export_is_withdrawn(four: Path, bucket: Bucket, name: str) -> None:
+    def alter(path: str) -> None:
+        key = path.partition("/hf/")[2]
+        if key.startswith(name):
+            data = bucket.files("hf")[key]
+            bucket.put(f"hf/{key}", data[:-1] + bytes([data[-1] ^ 1]))
+
+    bucket.store.changed = alter
+    with pytest.raises(Corrupt, match=r"(?s)does not have the bytes that were uploaded.*" + name):
+        paddleformers_fc.open(four).export(f"{bucket.path}/hf", max_shard_bytes=SMALL)
+    assert bucket.files("hf") == {}

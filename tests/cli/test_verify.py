@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from paddleformers_fc.storage.export_checksums import encode_checksums, read_checksums
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
-from tests.cli.support import alter, flip, run, save, seal
+from tests.cli.support import SIZES, alter, document_of, flip, run, save, seal
 from tests.execute.simulated import CONFIG, canonical
 from tests.families.test_transformers import CASES
 
@@ -39,14 +39,12 @@ def failed_check(document: dict[str, Any]) -> str:
 def test_a_whole_checkpoint_passes_at_every_level(four: Path, level: str) -> None:
     outcome = run("verify", four, "--level", level, "--json")
     document = outcome.document
-    assert outcome.code == 0
-    assert document["passed"]
+    assert (outcome.code, document["passed"], document["level"]) == (0, True, level)
     assert [check["name"] for check in document["checks"]] == DEPTHS[level]
     assert document["not_checked"] == [name for name in ALL_CHECKS if name not in DEPTHS[level]]
     assert "error" not in document
     files = [path for path in four.rglob("*") if path.is_file() and path.name != "flex_checkpoint.json"]
     inspected = run("inspect", four, "--json").document
-    assert document["level"] == level
     assert document["tensors"] == sum(role["tensors"] for role in inspected["roles"].values())
     if level == "full":
         assert document["files"] == len(files)
@@ -81,52 +79,30 @@ def test_damaged_files_and_a_mapping_that_cannot_be_proved_are_in_one_report(cop
     assert all(line.startswith(" ") for line in lines)
 
 
-def test_the_next_step_is_that_for_files_that_are_missing_too_many_or_both(copy: Path) -> None:
-    steps = {
-        (False, True): "Move these files away.",
-        (True, True): "Move away the files that do not belong to it, and restore the others or use another checkpoint.",
-        (True, False): "Restore these files or use another checkpoint.",
-    }
-    extra, config = copy / "model_state/rank-00009.safetensors", copy / "config.json"
-    raw = config.read_bytes()
-    for (is_missing, is_extra), step in steps.items():
-        config.unlink(missing_ok=True) if is_missing else config.write_bytes(raw)
-        shutil.copy(copy / WEIGHTS, extra) if is_extra else extra.unlink(missing_ok=True)
-        assert run("verify", copy, "--json").document["next_step"] == step
-
-
-def test_an_altered_document_is_found_by_size_and_under_off_where_its_content_is_used(copy: Path) -> None:
-    (copy / "trainer").mkdir()
-    (copy / "trainer/state.json").write_text('{"global_step": 3}')
-    seal(copy)
-    (copy / "trainer/state.json").write_text('{"global_step": 4}')
-    assert run("verify", copy, "--level", "off").code == 0
-    by_size = run("verify", copy, "--level", "size", "--json").document
-    assert failed_check(by_size) == "files"
-    assert [line.split(" in ")[0] for line in by_size["evidence"]] == ["trainer/state.json does not match its checksum"]
-    seal(copy)
-    for name in ("config.json", "mapping.json"):
-        text = (copy / name).read_bytes()
-        alter(copy / name)
-        by_use = run("verify", copy, "--level", "off", "--json").document
-        assert failed_check(by_use) == "tensors"
-        assert by_use["what"].endswith(f"{name} does not match its checksum.")
-        (copy / name).write_bytes(text)
+@pytest.mark.parametrize(
+    ("is_missing", "is_extra", "step"),
+    [
+        (False, True, "Move these files away."),
+        (True, True, "Move away the files that do not belong to it, and restore the others or use another checkpoint."),
+        (True, False, "Restore these files or use another checkpoint."),
+    ],
+)
+def test_the_next_step_fits_missing_and_extra_files(copy: Path, is_missing: bool, is_extra: bool, step: str) -> None:
+    if is_extra:
+        shutil.copy(copy / WEIGHTS, copy / "model_state/rank-00009.safetensors")
+    if is_missing:
+        (copy / "config.json").unlink()
+    assert run("verify", copy, "--json").document["next_step"] == step
 
 
 @pytest.mark.parametrize("name", ["config.json", "mapping.json"])
 def test_every_command_refuses_an_altered_document(copy: Path, four: Path, tmp_path: Path, name: str) -> None:
     alter(copy / name)
-    commands: list[list[object]] = [
-        ["inspect", copy],
-        ["verify", copy, "--level", "off"],
-        ["diff", four, copy],
-        ["diff", copy, four],
-        ["export", copy, tmp_path / "export", "--verify", "off"],
-        *([["aoa", copy], ["plan", copy, "--to", "tp=2"]] if name == "config.json" else []),
-    ]
+    commands = ["inspect {copy}", "verify {copy} --level off", "diff {four} {copy}", "diff {copy} {four}"]
+    commands += ["export {copy} {new} --verify off"]
+    commands += ["aoa {copy}", "plan {copy} --to tp=2"] if name == "config.json" else []
     for command in commands:
-        outcome = run(*command, "--json")
+        outcome = run(*command.format(copy=copy, four=four, new=tmp_path / "new").split(), "--json")
         assert (outcome.code, outcome.document["error"]) == (1, "Corrupt"), command
         lines = [outcome.document["what"], *outcome.document["evidence"]]
         assert any(f"{name} does not match its checksum" in line for line in lines)
@@ -178,34 +154,27 @@ def lose_a_file(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "check", "lines"),
+    ("damage", "check", "line"),
     [
-        (lose_a_file, "tensors", ["is not stored"]),
-        (
-            rename_in_a_header,
-            "tensors",
-            [f"{WEIGHTS} differs from flex_index.safetensors", "\nmodel.embed_tokens.weight"],
-        ),
+        (lose_a_file, "tensors", "is not stored"),
+        (rename_in_a_header, "tensors", f"{WEIGHTS} differs from flex_index.safetensors"),
         (
             lambda copy: edit_rules(copy, forget_a_rule),
             "tensors",
-            [f"{NORM}: stored as model_state and not in the rules", f"{NORM}.moment1_0: stored as"],
+            f"{NORM}: stored as model_state and not in the rules",
         ),
-        (lambda copy: edit_rules(copy, turn_qkv), "mapping", ["self_attn.qkv_proj.weight: parts [8, 8, 16] cannot be"]),
-        (lambda copy: edit_rules(copy, invent_a_rule), "tensors", ["model.extra.weight: in the rules and not stored"]),
-        (lambda copy: alter(copy / "flex_checkpoint.json"), "manifest", ["flex_checkpoint.json"]),
+        (lambda copy: edit_rules(copy, turn_qkv), "mapping", "self_attn.qkv_proj.weight: parts [8, 8, 16] cannot be"),
+        (lambda copy: edit_rules(copy, invent_a_rule), "tensors", "model.extra.weight: in the rules and not stored"),
+        (lambda copy: alter(copy / "flex_checkpoint.json"), "manifest", "flex_checkpoint.json"),
     ],
     ids=["a lost file", "a header", "no rule", "a wrong rule", "a rule too many", "the manifest"],
 )
-def test_what_does_not_fit_together_is_found_by_its_check_and_named(
-    copy: Path, damage: Callable[[Path], None], check: str, lines: list[str]
-) -> None:
+def test_each_misfit_is_found_by_its_check(copy: Path, damage: Callable[[Path], None], check: str, line: str) -> None:
     damage(copy)
     outcome = run("verify", copy, "--json")
     assert (outcome.code, failed_check(outcome.document)) == (1, check)
     assert outcome.document["next_step"]
-    text = "\n".join([outcome.document["what"], *outcome.document["evidence"]])
-    assert [line for line in lines if line not in text] == []
+    assert line in "\n".join([outcome.document["what"], *outcome.document["evidence"]])
     assert check != "manifest" or len(outcome.document["checks"]) == 1
     assert check != "mapping" or outcome.document["error"] == "MappingError"
 
@@ -221,15 +190,9 @@ DESCRIBED = {
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("bos_token_id", 3),
-        ("rope_parameters", {"rope_theta": 10000.0, "rope_type": "default"}),
-        ("sliding_window", 16),
-    ],
+    [("bos_token_id", 3), ("rope_parameters", {"rope_theta": 10000.0, "rope_type": "default"}), ("sliding_window", 16)],
 )
-def test_a_configuration_that_is_not_that_of_the_mapping_is_found_and_not_exported(
-    tmp_path: Path, key: str, value: object
-) -> None:
+def test_a_configuration_that_is_not_that_of_the_mapping_is_found(tmp_path: Path, key: str, value: object) -> None:
     checkpoint = save(tmp_path / "checkpoint-3", canonical(), config=DESCRIBED)
     assert run("verify", checkpoint).code == 0
     (checkpoint / "config.json").write_text(json.dumps({**DESCRIBED, key: value}))
@@ -245,32 +208,24 @@ def test_tied_tensors_are_compared(tmp_path: Path) -> None:
     config = {**CONFIG, "tie_word_embeddings": True}
     equal, unequal = canonical(), canonical()
     equal["lm_head.weight"] = equal["model.embed_tokens.weight"].copy()
-    save(tmp_path / "equal", equal, tp=2, config=config)
-    save(tmp_path / "unequal", unequal, tp=2, config=config)
-    right = run("verify", tmp_path / "equal", "--json")
-    assert right.code == 0
+    right = run("verify", save(tmp_path / "equal", equal, tp=2, config=config), "--json").document
     # Two tensor-parallel pieces of the weight and of each of its two moments, and its two powers of beta.
-    assert right.document["checks"][-1]["detail"] == "8 pairs compared"
+    assert (right["passed"], right["checks"][-1]["detail"]) == (True, "8 pairs compared")
     # What an earlier version saved has no record, and is found by reading.
-    manifest = read_manifest(tmp_path / "unequal")
-    write_manifest(tmp_path / "unequal", structs.replace(manifest, ties=[]))
-    assert run("verify", tmp_path / "unequal", "--level", "size").code == 0
-    wrong = run("verify", tmp_path / "unequal", "--json")
-    assert wrong.code == 1
-    assert failed_check(wrong.document) == "equal values"
-    assert any("lm_head.weight = model.embed_tokens.weight" in line for line in wrong.document["evidence"])
+    other = save(tmp_path / "unequal", unequal, tp=2, config=config)
+    write_manifest(other, structs.replace(read_manifest(other), ties=[]))
+    assert run("verify", other, "--level", "size").code == 0
+    wrong = run("verify", other, "--json").document
+    assert failed_check(wrong) == "equal values"
+    assert any("lm_head.weight = model.embed_tokens.weight" in line for line in wrong["evidence"])
 
 
 def test_open_weights_are_checked_as_far_as_they_can_be(weights: Path) -> None:
-    outcome = run("verify", weights, "--json")
-    document = outcome.document
-    assert outcome.code == 0
-    assert document["kind"] == "huggingface"
-    assert document["tensors"] == len(canonical())
-    assert document["files"] == len(list(weights.glob("*.safetensors")))
-    assert document["bytes"] == sum(path.stat().st_size for path in weights.glob("*.safetensors"))
+    document = run("verify", weights, "--json").document
+    sizes = [path.stat().st_size for path in weights.glob("*.safetensors")]
+    assert (document["passed"], document["kind"], document["tensors"]) == (True, "huggingface", len(canonical()))
+    assert (document["files"], document["bytes"]) == (len(sizes), sum(sizes))
     assert document["not_checked"] == ["model"]  # The configuration has no sizes.
-    assert any("names, shapes and sizes" in line for line in document["cannot_be_checked"])
     assert "cannot be checked: names, shapes and sizes" in run("verify", weights).out
 
 
@@ -282,9 +237,7 @@ def test_open_weights_are_checked_as_far_as_they_can_be(weights: Path) -> None:
         ("qwen3_vl, tied", ""),
     ],
 )
-def test_open_weights_of_transformers_5_are_read_or_refused_with_what_they_are(
-    tmp_path: Path, case: str, hint: str
-) -> None:
+def test_open_weights_of_transformers_5_are_read_or_recognised(tmp_path: Path, case: str, hint: str) -> None:
     tensors = {name: np.zeros(shape, np.float32) for name, shape in CASES[case]["tensors"].items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(CASES[case]["config"]))
@@ -302,21 +255,17 @@ def test_checksums_of_an_export_are_compared_and_missing_ones_are_stated(weights
     assert (wrong.code, failed_check(wrong.document)) == (1, "checksums")
     assert "flex_checksums.json" in wrong.document["next_step"]
     (weights_copy / "flex_checksums.json").unlink()
-    stated = run("verify", weights_copy, "--json")
-    assert stated.code == 0
-    assert stated.document["not_checked"] == ["checksums", "model"]
-    assert "changed bytes" in stated.document["cannot_be_checked"][0]
+    stated = run("verify", weights_copy, "--json").document
+    assert (stated["passed"], stated["not_checked"]) == (True, ["checksums", "model"])
+    assert "changed bytes" in stated["cannot_be_checked"][0]
     lines = run("verify", weights_copy).out.splitlines()
     assert lines[-1].startswith("no fault found, but bytes could not be compared: level full")
 
 
-def test_documents_that_no_checksum_covers_are_listed_and_a_file_of_weights_without_one_is_refused(
-    weights_copy: Path,
-) -> None:
+def test_documents_without_checksums_are_listed_and_weights_without_them_rejected(weights_copy: Path) -> None:
     (weights_copy / "tokenizer.json").write_text("{}")
-    outcome = run("verify", weights_copy, "--json")
-    assert outcome.code == 0
-    assert "tokenizer.json: not listed in flex_checksums.json" in outcome.document["cannot_be_checked"]
+    found = document_of("verify", weights_copy)
+    assert "tokenizer.json: not listed in flex_checksums.json" in found["cannot_be_checked"]
     listed = read_checksums(weights_copy) or {}
     gone = min(name for name in listed if name.endswith(".safetensors"))
     kept = encode_checksums(one for name, one in listed.items() if name != gone)
@@ -326,28 +275,23 @@ def test_documents_that_no_checksum_covers_are_listed_and_a_file_of_weights_with
     assert f"{gone} is needed, and flex_checksums.json does not list it" in refused.document["evidence"]
 
 
-def test_names_and_shapes_of_open_weights_are_those_of_their_configuration(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
-    config |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 32, "head_dim": 4}
-    config |= {"tie_word_embeddings": False}
-    save_file(canonical(), tmp_path / "model.safetensors")
-    for changed, code in (
-        ({}, 0),
-        ({"intermediate_size": 32}, 1),
-        ({"num_hidden_layers": 3}, 1),
-        ({"num_hidden_layers": 1}, 1),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
-        outcome = run("verify", tmp_path, "--json")
-        assert (outcome.code, changed) == (code, changed), outcome.document
-        if code:
-            assert failed_check(outcome.document) == "model"
-            assert outcome.document["what"].startswith("The open weights and the model do not fit")
-            assert outcome.document["next_step"].startswith("Name the directory of this model's weights")
-            converted = run("convert", tmp_path, tmp_path.parent / "new")
-            assert converted.code == 1
-            assert "Resume" not in converted.err
-            assert not (tmp_path.parent / "new").exists()
+@pytest.mark.parametrize(
+    "changed", [{}, {"intermediate_size": 32}, {"num_hidden_layers": 3}, {"num_hidden_layers": 1}], ids=str
+)
+def test_open_weights_have_the_names_and_shapes_of_their_model(tmp_path: Path, changed: dict[str, int]) -> None:
+    weights = tmp_path / "hf"
+    weights.mkdir()
+    save_file(canonical(), weights / "model.safetensors")
+    (weights / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama", **changed}))
+    document = run("verify", weights, "--json").document
+    assert document["passed"] == (not changed)
+    if changed:
+        assert failed_check(document) == "model"
+        assert document["what"].startswith("The open weights and the model do not fit")
+        assert document["next_step"].startswith("Name the directory of this model's weights")
+        converted = run("convert", weights, tmp_path / "new")
+        assert (converted.code, "Resume" in converted.err) == (1, False)
+        assert not (tmp_path / "new").exists()
 
 
 def test_copies_of_tied_tensors_of_open_weights_are_compared(tmp_path: Path) -> None:
@@ -392,5 +336,4 @@ def test_what_is_no_finished_checkpoint_is_refused_as_what_it_is(copy: Path, tmp
     outcome = run("verify", copy)
     assert (outcome.code, "is an unfinished checkpoint." in outcome.err) == (1, True)
     (tmp_path / "empty").mkdir()
-    outcome = run("verify", tmp_path / "empty", "--json")
-    assert (outcome.code, outcome.document["error"]) == (1, "NotACheckpoint")
+    assert document_of("verify", tmp_path / "empty", code=1)["error"] == "NotACheckpoint"

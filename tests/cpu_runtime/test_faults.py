@@ -58,50 +58,33 @@ def train_without(
         return [[], f"{type(error).__name__}: {error}"]
 
 
-@pytest.mark.parametrize(
-    ("patch", "model_type", "layout", "model", "error"),
-    [
-        ("clip-fp32", "llama", tiny.TP2, {}, "'AdamW' object has no attribute '_inner_opt'"),
-        ("split-fp32", "llama", tiny.SD2V2, {}, "Currently sharding stage1 v2 only support amp_master_grad"),
-        (
-            *("ernie-experts", "ernie4_5_moe", tiny.SINGLE, {}),
-            "The kernel `expand_modality_expert_id` is not registered",
-        ),
-        ("expert-groups", "ernie4_5_moe", tiny.TP2EP2PP2, {}, "'Group' object has no attribute 'lower'"),
-        ("expert-optimizer", "ernie4_5_moe", tiny.EP2, {}, "isinstance() arg 2 must be a type"),
-        (
-            *("ernie-mtp", "ernie4_5_moe", tiny.SINGLE, {"num_nextn_predict_layers": 1}),
-            "TypeError: cannot unpack non-iterable bool object",
-        ),
-        (
-            *("ernie-mtp-loss", "ernie4_5_moe", tiny.SINGLE, {"num_nextn_predict_layers": 1}),
-            "TypeError: 'NoneType' object is not subscriptable",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) and "-" in value else "",
-)
-def test_without_its_patch_training_stops(
-    ranks: ForkServer,
-    tmp_path: Path,
-    patch: str,
-    model_type: str,
-    layout: MatrixLayout,
-    model: dict[str, Any],
-    error: str,
-) -> None:
+PREDICTION = {"num_nextn_predict_layers": 1}
+STOPS: dict[str, tuple[str, MatrixLayout, dict[str, Any], str]] = {
+    "clip-fp32": ("llama", tiny.TP2, {}, "'AdamW' object has no attribute '_inner_opt'"),
+    "split-fp32": ("llama", tiny.SD2V2, {}, "Currently sharding stage1 v2 only support amp_master_grad"),
+    "ernie-experts": ("ernie4_5_moe", tiny.SINGLE, {}, "kernel `expand_modality_expert_id` is not registered"),
+    "expert-groups": ("ernie4_5_moe", tiny.TP2EP2PP2, {}, "'Group' object has no attribute 'lower'"),
+    "expert-optimizer": ("ernie4_5_moe", tiny.EP2, {}, "isinstance() arg 2 must be a type"),
+    "ernie-mtp": ("ernie4_5_moe", tiny.SINGLE, PREDICTION, "TypeError: cannot unpack non-iterable bool object"),
+    "ernie-mtp-loss": ("ernie4_5_moe", tiny.SINGLE, PREDICTION, "TypeError: 'NoneType' object is not subscriptable"),
+}
+"""The model and the layout whose training stops with an error without a patch."""
+
+
+@pytest.mark.parametrize("patch", STOPS)
+def test_without_its_patch_training_stops(ranks: ForkServer, tmp_path: Path, patch: str) -> None:
+    model_type, layout, model, error = STOPS[patch]
     given = {"patch": patch, "model_type": model_type, "layout": layout, "output_dir": tmp_path, "model": model}
     for _, seen in run_on_ranks(ranks, layout.nproc, train_without, **given):
         assert error in seen
 
 
-@pytest.mark.parametrize(
-    ("patch", "model_type", "layout"),
-    [("sharding-v2", "llama", tiny.SD2V2), ("expert-gradients", "ernie4_5_moe", tiny.EP2)],
-    ids=["sharding-v2", "expert-gradients"],
-)
-def test_without_its_patch_training_goes_wrong_in_silence(
-    ranks: ForkServer, tmp_path: Path, patch: str, model_type: str, layout: MatrixLayout
-) -> None:
+WRONG = {"sharding-v2": ("llama", tiny.SD2V2), "expert-gradients": ("ernie4_5_moe", tiny.EP2)}
+
+
+@pytest.mark.parametrize("patch", WRONG)
+def test_without_its_patch_training_goes_wrong_in_silence(ranks: ForkServer, tmp_path: Path, patch: str) -> None:
+    model_type, layout = WRONG[patch]
     kwargs = {"model_type": model_type, "layout": tiny.SINGLE.to_json(), "output_dir": str(tmp_path)}
     (right,) = ranks.run("tests.harness.tiny:train", 1, kwargs).values
     given = {"patch": patch, "model_type": model_type, "layout": layout, "output_dir": tmp_path, "model": {}}

@@ -1,4 +1,4 @@
-"""Operators that the CPU build lacks, against what they stand for."""
+"""Collectives over gloo, and operators that the CPU build lacks, against numpy and what they stand for."""
 
 from __future__ import annotations
 
@@ -13,6 +13,81 @@ from paddle import _C_ops
 from paddle.distributed.fleet.layers.mpu import mp_ops
 
 from tests.harness.on_ranks import on_ranks
+
+SIZE = 3
+Array = np.ndarray[Any, Any]
+
+
+def own(rank: int) -> Array:
+    """What a rank contributes: small integers, which every dtype holds exactly, also when summed."""
+    return (np.arange(12).reshape(6, 2) + 10 * rank).astype("float32")
+
+
+ALL = [own(rank) for rank in range(SIZE)]
+SUM = np.sum(ALL, axis=0)
+PARTS = [np.split(array, SIZE) for array in ALL]
+RECEIVED = [[PARTS[source][rank] for source in range(SIZE)] for rank in range(SIZE)]
+CUTS = [np.split(array, [rank + 1, rank + 2]) for rank, array in enumerate(ALL)]
+
+
+def are(found: Any, expected: Any) -> None:
+    """Compare a tensor, or a list of tensors, with numpy's."""
+    found = [one.astype("float32").numpy() for one in found] if isinstance(found, list) else found.astype("float32")
+    np.testing.assert_array_equal(np.array(found), np.array(expected))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64"])
+@on_ranks(SIZE)
+def test_every_collective_gives_every_rank_what_numpy_does(dtype: str) -> None:
+    dist.init_parallel_env()
+    rank = dist.get_rank()
+    group = dist.collective._get_default_group().process_group
+
+    def tensor(array: Array = ALL[rank]) -> Any:
+        return paddle.to_tensor(array).astype(dtype)
+
+    def empty(rows: int) -> Any:
+        return paddle.zeros([rows, 2], dtype)
+
+    dist.all_reduce(one := tensor())
+    are(one, SUM)
+    dist.all_reduce(one := tensor(), op=dist.ReduceOp.MAX)
+    are(one, ALL[-1])
+    dist.reduce(one := tensor(), dst=1)
+    if rank == 1:
+        are(one, SUM)
+    dist.broadcast(one := tensor(), src=2)
+    are(one, ALL[2])
+    gathered: list[Any] = []
+    dist.all_gather(gathered, tensor())
+    are(gathered, ALL)
+    group.all_gather_into_tensor_on_calc_stream(one := empty(6 * SIZE), tensor())
+    are(one, np.concatenate(ALL))
+    dist.stream.reduce_scatter(one := empty(2), tensor())
+    are(one, np.split(SUM, SIZE)[rank])
+    dist.reduce_scatter(one := empty(2), [tensor(part) for part in PARTS[rank]])
+    are(one, np.split(SUM, SIZE)[rank])
+    dist.stream.alltoall(several := [empty(2) for _ in range(SIZE)], [tensor(part) for part in PARTS[rank]])
+    are(several, RECEIVED[rank])
+    dist.stream.alltoall(one := empty(6), tensor())
+    are(one, np.concatenate(RECEIVED[rank]))
+    # Rank r sends r + 1 rows to rank 0, one to rank 1, and the rest to rank 2.
+    sent, arrived = [len(part) for part in CUTS[rank]], [len(cuts[rank]) for cuts in CUTS]
+    dist.alltoall_single(one := empty(sum(arrived)), tensor(), in_split_sizes=sent, out_split_sizes=arrived)
+    are(one, np.concatenate([cuts[rank] for cuts in CUTS]))
+    dist.scatter(one := empty(2), [tensor(part) for part in PARTS[0]] if rank == 0 else None, src=0)
+    are(one, PARTS[0][rank])
+
+
+@pytest.mark.parametrize(("dtype", "total"), [("float16", 257.0), ("bfloat16", 256.0)])
+@on_ranks(SIZE)
+def test_sums_of_halves_are_rounded_once(dtype: str, total: float) -> None:
+    """257 needs nine bits: float16 holds it, bfloat16 rounds it to the even 256 once."""
+    dist.init_parallel_env()
+    # 256 + 1/2 + 1/2: added one by one in eight or eleven bits, the halves may get lost.
+    one = paddle.to_tensor([256.0 if dist.get_rank() == 0 else 0.5]).astype(dtype)
+    dist.all_reduce(one)
+    assert float(one.astype("float32")) == total
 
 
 def numbers(seed: int, *shape: int) -> np.ndarray:
@@ -30,7 +105,7 @@ def leaf(one: Any) -> Any:
     return copy
 
 
-def started() -> Any:
+def group_of_all() -> Any:
     """Return the group of all ranks."""
     dist.init_parallel_env()
     return dist.collective._get_default_group()
@@ -38,7 +113,7 @@ def started() -> Any:
 
 @on_ranks(2)
 def test_identity_concat_and_split_are_each_others_gradients() -> None:
-    group = started()
+    group = group_of_all()
     rank = group.rank
     small, small_gradient = [numbers(one, 2, 2) for one in (0, 1)], [numbers(10 + one, 2, 2) for one in (0, 1)]
     wide, wide_gradient = numbers(rank, 2, 4), numbers(10 + rank, 2, 4)
@@ -59,7 +134,7 @@ def test_identity_concat_and_split_are_each_others_gradients() -> None:
 @pytest.mark.parametrize("ignore_index", [-100, 3])
 @on_ranks(2)
 def test_cross_entropy_does_not_see_how_the_vocabulary_is_split(ignore_index: int) -> None:
-    group = started()
+    group = group_of_all()
     whole = leaf(tensor(1, 5, 3, 8) * 4)
     label = paddle.to_tensor(np.random.RandomState(2).randint(0, 8, (5, 3)))
     label[0, 0] = ignore_index

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.device.building import LIBRARY
+FAKE_LIBRARY = "libfake_device"
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,6 @@ def break_device(broken: bool) -> None:
 
 
 def _library() -> Any:
-    path = Path(os.environ.get("CUSTOM_DEVICE_ROOT", "")) / LIBRARY
+    path = Path(os.environ.get("CUSTOM_DEVICE_ROOT", "")) / f"{FAKE_LIBRARY}.so"
     # Paddle itself sets the variable where it has no plug-in.
     return ctypes.CDLL(str(path)) if path.exists() else None

@@ -13,13 +13,16 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
 from paddleformers_fc.cpu_runtime.launch import launch
-from tests.device.building import CannotBuild, build
+from tests.device.counting import FAKE_LIBRARY
+from tests.harness.compiling import CannotCompile, shared_library
 from tests.harness.fixtures import FREEZE, OURS, PATIENT, WARM
 from tests.harness.limits import LIMIT
 from verification.forkserver import ForkServer, JobResult
@@ -68,16 +71,24 @@ def device_ranks(directory: Path) -> Iterator[Ranks]:
         yield NewProcesses(directory, devices)
         return
     try:
-        root = build()
-    except CannotBuild as reason:
+        library = fake_device()
+    except CannotCompile as reason:
         pytest.skip(f"no fake accelerator: {reason}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUSTOM_DEVICE_ROOT", str(root))
-        server = ForkServer(_PRELOAD).__enter__()
-    try:
+    with ForkServer(_PRELOAD, variables={"CUSTOM_DEVICE_ROOT": str(library.parent)}) as server:
         yield server
-    finally:
-        server.__exit__(None, None, None)
+
+
+def fake_device() -> Path:
+    """Return the library of the fake accelerator, which is compiled in 20 s where it is not there yet.
+
+    Raises:
+        CannotCompile: no compiler.
+    """
+    paddle = Path(str(find_spec("paddle").origin)).parent
+    headers = [f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}"]
+    options = ["-O1", "-std=c++17", "-w", f"-DFOR_PADDLE={version('paddlepaddle')}", *headers]
+    sources = sorted(Path(__file__).with_name("plugin").iterdir())
+    return shared_library(FAKE_LIBRARY, "g++", sources, [*options, str(paddle / "base" / "libpaddle.so")])
 
 
 def _device_count() -> int:

@@ -67,9 +67,7 @@ def test_every_way_of_reading_fills_device_tensors(tmp_path: Path, staging_bytes
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize(("staging_bytes", "piece"), [(64 * MIB, 16 * MIB), (3 * MIB, MIB)])
 @on_ranks(1, server="device_ranks")
-def test_the_next_piece_of_a_device_tensor_is_copied_while_one_is_written(
-    strided: bool, staging_bytes: int, piece: int
-) -> None:
+def test_the_next_piece_is_copied_while_one_is_written(strided: bool, staging_bytes: int, piece: int) -> None:
     paddle.set_device(device())
     rows, row = 5 * 1024, 1024
     numbers = np.arange(rows * row, dtype="float32").reshape(rows, row)

@@ -18,14 +18,11 @@ from tests.device.running import FAKE, Ranks, device
 from tests.harness import tiny
 from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import DP2, PP2, SD2V1, SINGLE, TP2, MatrixLayout
+from tests.trainer.jobs import flex_trainer
 from verification.digests import canonical_digests
 
 _REPORTED = re.compile(r"(Saved|Resumed) step \d+ ")
-ASYNC, AVERAGE, OFFLOADED = (
-    {"flex_async_save": True},
-    {"flex_ema_decay": 0.9},
-    {"tensorwise_offload_optimizer": True},
-)
+ASYNC, AVERAGE, OFFLOADED = ({"flex_async_save": True}, {"flex_ema_decay": 0.9}, {"tensorwise_offload_optimizer": True})
 
 
 # ---- On the ranks.
@@ -57,15 +54,13 @@ def train(
     """
     from paddleformers.trainer import TrainerCallback
 
-    from paddleformers_fc import FlexTrainer, FlexTrainingArguments, averaged_weights
+    from paddleformers_fc import averaged_weights
     from paddleformers_fc.execute import load, save
     from paddleformers_fc.trainer import live_roles
     from paddleformers_fc.trainer.session import session_of
     from tests.trainer.ema_jobs import bits
 
-    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, "max_steps": 6, "save_steps": 3, "device": on}
     paddle.set_device(on)
-    args = tiny.training_arguments(layout, output_dir, **settings, **arguments)
     found: dict[str, Any] = {"page-locked": note_page_locked(), "step ends": count_step_ends()}
 
     def places() -> dict[str, list[str]]:
@@ -87,8 +82,8 @@ def train(
                 found["loaded"] = places()
                 trainer._save_checkpoint(trainer.model)
 
-    built = tiny.build("llama", layout, args, **model)
-    trainer = tiny.trainer(built, args, cls=FlexTrainer, callbacks=[SaveAsLoaded()])
+    settings = {"max_steps": 6, "save_steps": 3, "device": on, **arguments}
+    trainer = flex_trainer(layout, output_dir, settings, model=model, callbacks=[SaveAsLoaded()])
     load.read_redistributed = counted("load", load.read_redistributed)
     save.write_and_commit = counted("save", save.write_and_commit)
     trainer.train(resume_from_checkpoint=resume)
@@ -168,15 +163,15 @@ class CountedChannel:
 
     def gather(self, *arguments: Any) -> Any:
         """As that of the inner channel."""
-        before = copied()
-        found = self._inner.gather(*arguments)
-        self.copied += copied() - before
-        return found
+        return self._counted(self._inner.gather, *arguments)
 
-    def all_to_all(self, outgoing: Mapping[int, Any], sizes: Mapping[int, int]) -> dict[int, Any]:
+    def all_to_all(self, *arguments: Any) -> Any:
         """As that of the inner channel."""
+        return self._counted(self._inner.all_to_all, *arguments)
+
+    def _counted(self, exchange: Any, *arguments: Any) -> Any:
         before = copied()
-        found: dict[int, Any] = self._inner.all_to_all(outgoing, sizes)
+        found = exchange(*arguments)
         self.copied += copied() - before
         return found
 
@@ -359,7 +354,7 @@ def test_a_training_resumes_under_another_layout(device_ranks: Ranks, ranks: Ran
     [(replace(SINGLE, bf16=True), False), (DP2, True), (TP2, False)],
     ids=lambda value: value.name if isinstance(value, MatrixLayout) else f"once={value}",
 )
-def test_a_save_and_a_load_copy_what_they_must_and_no_more(
+def test_a_save_and_a_load_copy_no_more_than_they_must(
     device_ranks: Any, tmp_path: Path, layout: MatrixLayout, once: bool
 ) -> None:
     run_on_ranks(device_ranks, layout.nproc, count, layout=layout, output_dir=tmp_path, once=once)
@@ -368,7 +363,7 @@ def test_a_save_and_a_load_copy_what_they_must_and_no_more(
 @pytest.mark.sampled
 @pytest.mark.skipif(device() != FAKE, reason="a real accelerator counts no bytes")
 @pytest.mark.parametrize("bf16", [True, False], ids=["bfloat16", "float32"])
-def test_offloaded_states_are_saved_from_the_host_and_loaded_to_the_host(
+def test_offloaded_states_are_saved_from_and_loaded_to_the_host(
     device_ranks: Ranks, ranks: Ranks, tmp_path: Path, bf16: bool
 ) -> None:
     trainings, layout = Trainings(device_ranks, ranks, tmp_path, OFFLOADED), replace(SINGLE, bf16=bf16)

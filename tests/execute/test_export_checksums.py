@@ -41,6 +41,7 @@ from tests.execute.simulated import (
     open_weights,
     succeed,
 )
+from tests.harness.limits import LIMIT
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER = {"tokenizer.json": b'{"added_tokens": [1, 2]}', "templates/chat.jinja": b"{{ messages[0] }}"}
@@ -162,7 +163,7 @@ def test_an_export_ends_if_a_piece_that_a_later_one_is_hashed_after_cannot_be_re
         if self.pieces[0].is_last or self.pieces[0].begin:
             begun.set()
             return read(self, *given)
-        assert begun.wait(LONG)  # Another thread has the next piece.
+        assert begun.wait(LIMIT)  # Another thread has the next piece.
         raise StorageError("The disk is gone.")
 
     monkeypatch.setattr(PieceBatch, "read", fail_first)

@@ -33,22 +33,14 @@ def test_with_a_slow_case(case): ...
 def test_with_chosen_cases(ranks, case): ...
 """
 
-IN_ONE_PROCESS = [f"test_in_one_process[{case}]" for case in range(4)]
 
-
-def collected(pytester: pytest.Pytester, *options: str) -> list[str]:
-    """The names of the tests that pytest selects."""
+@pytest.mark.parametrize("is_sample", [True, False])
+def test_a_sample_has_a_fifth_of_the_cases_with_ranks(pytester: pytest.Pytester, is_sample: bool) -> None:
     pytester.makepyfile(CASES)
-    result = pytester.runpytest_inprocess("--collect-only", "-q", "-p", "tests.harness.sampling", *options)
-    return [line.partition("::")[2] for line in result.outlines if "::" in line]
-
-
-def test_a_sample_has_a_fifth_of_the_cases_with_ranks_and_no_slow_test(pytester: pytest.Pytester) -> None:
-    with_ranks = [f"test_with_ranks[{case}]" for case in (0, 6)]
-    others = ["test_with_two_cases[0]", "test_with_a_slow_case[1]"]
-    others += ["test_with_chosen_cases[1]", "test_with_chosen_cases[3]"]
-    assert collected(pytester, "--sample") == [*IN_ONE_PROCESS, *with_ranks, *others]
-
-
-def test_without_the_option_every_case_is_selected(pytester: pytest.Pytester) -> None:
-    assert len(collected(pytester)) == 1 + 4 + 7 + 2 + 5 + 4
+    options = ["-p", "tests.harness.sampling", *(["--sample"] if is_sample else [])]
+    result = pytester.runpytest_inprocess("--collect-only", "-q", *options)
+    found = [line.partition("::")[2].removeprefix("test_") for line in result.outlines if "::" in line]
+    in_one_process = [f"in_one_process[{case}]" for case in range(4)]
+    with_ranks = ["with_ranks[0]", "with_ranks[6]", "with_two_cases[0]", "with_a_slow_case[1]"]
+    chosen = ["with_chosen_cases[1]", "with_chosen_cases[3]"]
+    assert found == [*in_one_process, *with_ranks, *chosen] if is_sample else len(found) == 1 + 4 + 7 + 2 + 5 + 4

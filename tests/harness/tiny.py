@@ -8,7 +8,6 @@ from typing import Any
 from verification.matrix.layouts import MatrixLayout, layout_from  # noqa: F401
 from verification.matrix.tiny import (  # noqa: F401
     GLOBAL_BATCH,
-    IMAGE,
     SAMPLES,
     SEGMENT,
     SEQUENCE,
@@ -19,7 +18,6 @@ from verification.matrix.tiny import (  # noqa: F401
     build,
     collate,
     config,
-    initialise,
     model_weight,
     train,
     trainer,

@@ -47,15 +47,13 @@ class Node:
 
     Args:
         address: at which other nodes reach it.
-        disk: what is mounted in the node's working directory, as this process sees it.
-        working: the directory in which commands start, as they see it.
+        disk: what is mounted in the node's working directory, in which commands start, as this process sees it.
         prefix: the command that enters the node; empty for a node without namespaces.
         variables: what commands need to know of it.
     """
 
     address: str
     disk: Path
-    working: Path
     prefix: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -155,7 +153,7 @@ def joined_nodes(directory: Path, count: int = 2) -> Iterator[list[Node]]:
             prefixes = stack.enter_context(_joined_namespaces(directory, count))
         except (OSError, subprocess.CalledProcessError):
             loopback = [f"127.0.0.{1 + index}" for index in range(count)]
-            yield [Node(*pair, pair[1], variables={"POD_IP": pair[0]}) for pair in zip(loopback, disks, strict=True)]
+            yield [Node(*pair, variables={"POD_IP": pair[0]}) for pair in zip(loopback, disks, strict=True)]
             return
         working, hosts = directory / "working", directory / "hosts"
         working.mkdir()
@@ -163,12 +161,7 @@ def joined_nodes(directory: Path, count: int = 2) -> Iterator[list[Node]]:
         lines = ["127.0.0.1 localhost", *(f"{address} node-{index}" for index, address in enumerate(addresses))]
         hosts.write_text("\n".join(lines) + "\n")
         yield [
-            Node(
-                address,
-                disk,
-                working,
-                (*prefix, "sh", "-c", _SETUP, "sh", f"node-{index}", str(hosts), str(disk), str(working)),
-            )
+            Node(address, disk, (*prefix, "sh", "-c", _SETUP, "sh", f"node-{index}", *map(str, (hosts, disk, working))))
             for index, (address, disk, prefix) in enumerate(zip(addresses, disks, prefixes, strict=True))
         ]
 

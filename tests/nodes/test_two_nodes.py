@@ -101,9 +101,7 @@ def each_disk_has_its_part(
 
 
 @pytest.mark.slow
-def test_two_nodes_resume_a_checkpoint_that_one_of_them_has_and_each_disk_gets_its_part_of_the_next(
-    ranks: ForkServer, nodes: list[Node], config: Path
-) -> None:
+def test_two_nodes_resume_from_one_and_each_saves_its_part(ranks: ForkServer, nodes: list[Node], config: Path) -> None:
     saved = config.with_name("saved.yaml")
     content = yaml.safe_load(config.read_text())
     saved.write_text(yaml.safe_dump({**content, "output_dir": str(nodes[1].disk / "out"), **REGISTERED}))
@@ -135,9 +133,7 @@ def test_two_nodes_train_and_each_disk_gets_its_part(nodes: list[Node], config: 
 
 
 @pytest.mark.slow
-def test_a_script_under_paddles_launcher_trains_on_two_nodes_without_master_variables(
-    nodes: list[Node], config: Path
-) -> None:
+def test_a_script_under_paddles_launcher_needs_no_master_variables(nodes: list[Node], config: Path) -> None:
     ended = by_launch(nodes, config)
     assert [one.code for one in ended] == [0, 0], "\n".join(one.output for one in ended)
 
@@ -151,7 +147,7 @@ def test_one_node_trains_whatever_listens_at_its_master_variables(tmp_path: Path
         launch = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", 2]
         script = [SCRIPT, "--output", "out", "--steps", 2]
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PADDLE_DISTRI_BACKEND": "gloo"}
-        (ended,) = run([Node("127.0.0.1", tmp_path, tmp_path)], [[*launch, *script]], [environment])
+        (ended,) = run([Node("127.0.0.1", tmp_path)], [[*launch, *script]], [environment])
         server.shutdown()
     assert ended.code == 0, ended.output
     assert "Saved" in ended.output or "Training completed" in ended.output

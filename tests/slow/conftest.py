@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.slow import library
+from tests.harness.compiling import CannotCompile, shared_library
 from verification.forkserver import ForkServer
 
 
 @pytest.fixture(scope="session", name="slow_ranks")
 def start_slow_ranks() -> Iterator[ForkServer]:
     """Start ranks under the library; a job says with the environment what is slow."""
-    path = library()
-    if path is None:
-        pytest.skip("gcc is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LD_PRELOAD", str(path))
-        server = ForkServer().__enter__()
     try:
+        library = shared_library("metadata", "gcc", [Path(__file__).with_name("metadata.c")], ["-O1", "-ldl"])
+    except CannotCompile as reason:
+        pytest.skip(str(reason))
+    with ForkServer(variables={"LD_PRELOAD": str(library)}) as server:
         yield server
-    finally:
-        server.__exit__(None, None, None)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paddleformers_fc.errors import PeerError
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
 from tests.execute.simulated import canonical, save
 from tests.harness.on_ranks import run_on_ranks
@@ -69,16 +70,15 @@ def names(directory: Path) -> list[str]:
     )
 
 
-def losses(ranks: ForkServer, output_dir: Path, steps: int) -> list[float]:
-    job = {"layout": DP2.to_json(), "output_dir": str(output_dir), "arguments": {**STEPS, "max_steps": steps}}
+@pytest.fixture
+def expected(ranks: ForkServer, tmp_path: Path) -> list[float]:
+    """The losses of six steps without the library."""
+    job = {"layout": DP2.to_json(), "output_dir": str(tmp_path / "plain"), "arguments": {**STEPS, "max_steps": 6}}
     return list(ranks.run("tests.trainer.jobs:run", DP2.nproc, job).values[0]["losses"])
 
 
 @pytest.mark.slow
-def test_a_run_on_slow_and_stale_metadata_rotates_and_resumes(
-    ranks: ForkServer, slow_ranks: ForkServer, tmp_path: Path
-) -> None:
-    expected = losses(ranks, tmp_path / "plain", 6)
+def test_a_run_on_slow_disks_rotates_and_resumes(expected: list[float], slow_ranks: ForkServer, tmp_path: Path) -> None:
     output_dir = tmp_path / "slow"
     given = {"layout": DP2, "output_dir": output_dir, "environment": SLOW}
     run_on_ranks(slow_ranks, DP2.nproc, train, **given, steps=4, expected=expected[:4])
@@ -88,38 +88,23 @@ def test_a_run_on_slow_and_stale_metadata_rotates_and_resumes(
 
 
 @pytest.mark.slow
-def test_files_that_cannot_be_synced_leave_the_older_checkpoints(
-    ranks: ForkServer, slow_ranks: ForkServer, tmp_path: Path
-) -> None:
-    expected = losses(ranks, tmp_path / "plain", 4)
+def test_a_failed_sync_leaves_older_checkpoints(expected: list[float], slow_ranks: ForkServer, tmp_path: Path) -> None:
     output_dir = tmp_path / "failing"
-    given = {"layout": DP2, "output_dir": output_dir, "environment": {}}
-    run_on_ranks(slow_ranks, DP2.nproc, train, **given, steps=4, fails_at=3)
+    given = {"layout": DP2, "output_dir": output_dir, "environment": {}, "steps": 4}
+    run_on_ranks(slow_ranks, DP2.nproc, train, **given, fails_at=3)
     assert names(output_dir) == ["checkpoint-1", "checkpoint-2"]
-    run_on_ranks(slow_ranks, DP2.nproc, train, **given, steps=4, expected=expected[2:])
+    run_on_ranks(slow_ranks, DP2.nproc, train, **given, expected=expected[2:4])
 
 
 @pytest.mark.slow
-def test_a_crash_in_a_commit_on_slow_metadata_is_resumed(
-    ranks: ForkServer, slow_ranks: ForkServer, tmp_path: Path
-) -> None:
-    expected = losses(ranks, tmp_path / "plain", 4)
+def test_a_crash_in_a_slow_commit_is_resumed(expected: list[float], slow_ranks: ForkServer, tmp_path: Path) -> None:
     output_dir = tmp_path / "crashed"
-    given = {"layout": DP2.to_json(), "output_dir": str(output_dir), "environment": SLOW, "steps": 4}
-    job = slow_ranks.attempt("tests.slow.test_metadata:die", DP2.nproc, {**given, "dies_at": 3})
-    assert job.returncodes[0] == 9
+    given = {"layout": DP2, "output_dir": output_dir, "environment": SLOW, "steps": 4}
+    with pytest.raises(PeerError, match="rank 0 returned 9"):
+        run_on_ranks(slow_ranks, DP2.nproc, train, **given, dies_at=3)
     assert names(output_dir)[:2] == ["checkpoint-1", "checkpoint-2"]
-    run_on_ranks(
-        slow_ranks, DP2.nproc, train, **{**given, "layout": DP2, "output_dir": output_dir, "expected": expected[2:]}
-    )
+    run_on_ranks(slow_ranks, DP2.nproc, train, **given, expected=expected[2:4])
     assert names(output_dir) == ["checkpoint-3", "checkpoint-4"]
-
-
-def die(layout: dict[str, Any], output_dir: str, **settings: Any) -> None:
-    """As :func:`train`, as a job of which a rank dies."""
-    from tests.harness.tiny import layout_from
-
-    train(layout_from(layout), Path(output_dir), **settings)
 
 
 def count_opening(checkpoint: Path, counts: Path) -> None:
@@ -141,9 +126,7 @@ def count_opening(checkpoint: Path, counts: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [2, 32])
-def test_opening_calls_once_for_each_file_of_the_share_of_a_rank(
-    slow_ranks: ForkServer, tmp_path: Path, shards: int
-) -> None:
+def test_opening_calls_once_for_each_file_of_a_rank(slow_ranks: ForkServer, tmp_path: Path, shards: int) -> None:
     checkpoint, counts = tmp_path / "run/checkpoint-3", tmp_path / "counts"
     counts.mkdir()
     checkpoint.parent.mkdir()

@@ -290,33 +290,28 @@ def test_an_average_is_updated_when_it_is_due(ranks: ForkServer, tmp_path: Path)
     assert before.diff(after, role="ema_state").equal
 
 
-def resume_with_and_without(output_dir: Path) -> None:
-    """Resume a run that has no average with one, and one that has an average without it or with another one."""
-
+@on_ranks(1)
+def test_a_run_that_starts_or_ends_an_average_or_changes_it_reports_it(tmp_path: Path) -> None:
     def train(name: str, resume: str | None = None, **arguments: Any) -> str:
         given = {**EVERY_STEP, **AVERAGE, **arguments}
         with logged() as lines:
-            trained(SINGLE, output_dir / name, given, resume=resume and output_dir / resume)
+            trained(SINGLE, tmp_path / name, given, resume=resume and tmp_path / resume)
         return "\n".join(lines)
 
     three = {"max_steps": 3, "save_steps": 3}
     train("without", **three, flex_ema_decay=0.0)
     with pytest.raises(OptionError, match="no moving average"):
-        paddleformers_fc.open(output_dir / "without" / "checkpoint-3").export(output_dir / "export", role="ema_state")
+        paddleformers_fc.open(tmp_path / "without" / "checkpoint-3").export(tmp_path / "export", role="ema_state")
     train("with", **three)
     third, one = "with/checkpoint-3", {"max_steps": 4, "save_steps": 4}
     assert "checkpoint-3 has no moving average. It starts as a copy" in train("late", "without/checkpoint-3")
     off = train("off", third, **one, flex_ema_decay=0.0)
     assert "checkpoint-3 has a moving average of 39 tensors, and this run has none" in off
-    assert (output_dir / "off" / "checkpoint-4").exists()
-    assert not (output_dir / "off" / "checkpoint-4" / "ema_state").exists()
+    assert (tmp_path / "off" / "checkpoint-4").exists()
+    assert not (tmp_path / "off" / "checkpoint-4" / "ema_state").exists()
     begun = train("new", third, save_steps=100, max_steps=1, ignore_load_lr_and_optim=True)
     assert "checkpoint-3 is not continued, because ignore_load_lr_and_optim starts a new run" in begun
     assert re.search(r"flex_ema_decay +.*0\.9 .*0\.5", train("changed", third, **one, flex_ema_decay=0.5))
-
-
-def test_a_run_that_starts_or_ends_an_average_or_changes_it_reports_it(ranks: ForkServer, tmp_path: Path) -> None:
-    run_on_ranks(ranks, 1, resume_with_and_without, output_dir=tmp_path)
     late = tmp_path / "late"
     assert_averages(averages(late / "checkpoint-6"), reference(late, [4, 5, 6]))
 

@@ -16,24 +16,16 @@ from paddleformers_fc.trainer.resume import Search
 from tests.trainer.test_rotation import make_checkpoint
 
 
-def arguments(**options: Any) -> Any:
-    """What a script makes."""
-    from paddleformers_fc import FlexTrainingArguments
-
-    return FlexTrainingArguments(flex_checkpoint=True, device="cpu", amp_master_grad=False, **options)
-
-
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home directory with two checkpoints of a run, and another directory to work in."""
-    home = tmp_path / "home"
-    (home / "run").mkdir(parents=True)
-    (tmp_path / "work").mkdir()
-    make_checkpoint(home / "run", 3)
-    make_checkpoint(home / "run", 6)
-    monkeypatch.setenv("HOME", str(home))
+    for name in ("home/run", "work"):
+        (tmp_path / name).mkdir(parents=True)
+    for step in (3, 6):
+        make_checkpoint(tmp_path / "home/run", step)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path / "work")
-    return home
+    return tmp_path / "home"
 
 
 def chosen(args: Any, asked: bool | str) -> Any:
@@ -43,16 +35,14 @@ def chosen(args: Any, asked: bool | str) -> Any:
     return choice.path
 
 
-@pytest.mark.parametrize(("asked", "step"), [(True, 6), ("~/run/checkpoint-3", 3)])
-def test_a_run_in_the_home_directory_is_resumed_from_there(home: Path, asked: bool | str, step: int) -> None:
-    args = arguments(output_dir="~/run")
+def test_a_run_in_the_home_directory_is_resumed_from_there_by_scripts_and_the_command(home: Path) -> None:
+    from paddleformers_fc import FlexTrainingArguments
+
+    args = FlexTrainingArguments(output_dir="~/run", flex_checkpoint=True, device="cpu", amp_master_grad=False)
     assert args.output_dir == str(home / "run")
-    assert chosen(args, asked) == home / "run" / f"checkpoint-{step}"
+    third = "~/run/checkpoint-3"
+    assert (chosen(args, True), chosen(args, third)) == (home / "run/checkpoint-6", home / "run/checkpoint-3")
     assert os.listdir() == []
-
-
-def test_what_the_command_lets_pass_is_what_the_ranks_resume(home: Path) -> None:
-    named = {"flex_checkpoint": True, "resume_from_checkpoint": "~/run/checkpoint-3"}
-    assert checkpoint_to_resume(named, 1) == home / "run" / "checkpoint-3"
-    args = SimpleNamespace(output_dir="out", flex_verify="size")
-    assert chosen(args, named["resume_from_checkpoint"]) == home / "run" / "checkpoint-3"
+    given = {"flex_checkpoint": True, "resume_from_checkpoint": third}
+    assert checkpoint_to_resume(given, 1) == home / "run/checkpoint-3"
+    assert chosen(SimpleNamespace(output_dir="out", flex_verify="size"), third) == home / "run/checkpoint-3"

@@ -12,21 +12,21 @@ import pytest
 
 from paddleformers_fc.distributed.communicator import EXIT_CODE
 from paddleformers_fc.errors import PeerError
-from tests.harness.on_ranks import run_on_ranks
+from tests.harness.on_ranks import on_ranks
 from tests.harness.patching import precede
 from tests.harness.tiny import DP2, TP2PP2
 from tests.trainer.jobs import flex_trainer, weights_of
 from tests.trainer.lost_jobs import keep_time
-from tests.trainer.test_trainer import Saved, settings, train_six
+from tests.trainer.test_trainer import settings, train_six
 from verification.forkserver import ForkServer, JobResult
 
 FOUR = TP2PP2
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A run whose checkpoints are resumed here."""
-    return train_six(ranks, tmp_path_factory.mktemp("dp2"), DP2)
+def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of three steps, which is resumed here."""
+    return train_six(ranks, tmp_path_factory.mktemp("dp2"), DP2).third
 
 
 def die(moment: str, victim: int, output_dir: str, resume: str, **given: Any) -> None:
@@ -80,10 +80,10 @@ def endings(output_dir: Path) -> list[dict[str, Any]]:
 # The rank that keeps the store, and another one.
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_while_it_reads_is_named_by_all_others_and_nothing_is_trained_or_saved(
-    patient_ranks: ForkServer, saved: Saved, tmp_path: Path, victim: int
+    patient_ranks: ForkServer, saved: Path, tmp_path: Path, victim: int
 ) -> None:
     out = tmp_path / "out"
-    killed(patient_ranks, out, "reading", victim, saved.third)
+    killed(patient_ranks, out, "reading", victim, saved)
     ended = endings(out)
     assert len(ended) == FOUR.nproc - 1
     assert len({one["text"] for one in ended}) == 1
@@ -95,9 +95,9 @@ def test_a_rank_killed_while_it_reads_is_named_by_all_others_and_nothing_is_trai
     assert all(one["half"] for one in ended)
 
 
-def test_a_rank_killed_in_the_exchange_itself_is_named(patient_ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
+def test_a_rank_killed_in_the_exchange_itself_is_named(patient_ranks: ForkServer, saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    result = killed(patient_ranks, out, "exchanging", 2, saved.third)
+    result = killed(patient_ranks, out, "exchanging", 2, saved)
     raised = {one["text"] for one in endings(out)}
     assert len(raised) <= 1
     for rank in (0, 1, 3):
@@ -105,27 +105,33 @@ def test_a_rank_killed_in_the_exchange_itself_is_named(patient_ranks: ForkServer
         assert "rank 2 did not arrive" in result.logs[rank].read_text()
 
 
-def differ(kind: str, late: bool, resume: str | None, message: str, output_dir: Path) -> None:
-    """Resume, or save where ``resume`` is None, as a job whose second rank is not like the others.
-
-    Args:
-        kind: what is different.
-        late: whether it differs only when the checkpoint is loaded, after the checks at the start.
-    """
-    of_arguments: dict[str, dict[str, Any]] = {
-        "option": {"flex_verify": "size"},
-        "statements": {"aoa_config": {"aoa_statements": ["model.norm.weight -> model.norm.weight"]}},
-        "save_steps": {"save_steps": 2},
-        "learning_rate": {"learning_rate": 0.5},
-    }
+@pytest.mark.parametrize(
+    ("options", "message", "late"),
+    [
+        pytest.param({}, "config.rms_norm_eps: ", True, marks=pytest.mark.chosen),
+        pytest.param({"save_steps": 2}, "save_steps: 1 on rank 0; 2 on rank 1", False, marks=pytest.mark.chosen),
+        (
+            {"aoa_config": {"aoa_statements": ["model.norm.weight -> model.norm.weight"]}},
+            "aoa_config.aoa_statements: ",
+            True,
+        ),
+        ({}, "config.rms_norm_eps: ", False),
+        ({"flex_verify": "size"}, "flex_verify: ", False),
+        ({"learning_rate": 0.5}, "learning_rate: ", False),
+    ],
+)
+@on_ranks(2)
+def test_a_rank_that_differs_is_named_on_every_rank_before_a_weight_changes_and_the_first_step(
+    saved: Path, tmp_path: Path, options: dict[str, Any], message: str, late: bool
+) -> None:
+    """In its options, or else in its model, at the start or only when the checkpoint is loaded."""
     is_odd = os.environ["PADDLE_TRAINER_ID"] == "1"
-    odd = of_arguments.get(kind, {}) if is_odd else {}
-    arguments = {"max_steps": 3 if resume else 1, "save_steps": 1}
-    trainer = flex_trainer(DP2, output_dir, arguments if late else {**arguments, **odd})
+    early = options if is_odd and not late else {}
+    trainer = flex_trainer(DP2, tmp_path, {"max_steps": 3 if late else 1, "save_steps": 1, **early})
 
     def change(*_: Any, **__: Any) -> None:
-        vars(trainer.args).update(odd)
-        if kind == "config":
+        vars(trainer.args).update(options)
+        if not options:
             trainer.model.config.rms_norm_eps = 0.125
 
     if is_odd and late:
@@ -134,27 +140,8 @@ def differ(kind: str, late: bool, resume: str | None, message: str, output_dir: 
         change()
     held = weights_of(trainer.model)
     with pytest.raises(PeerError) as caught:
-        trainer.train(resume_from_checkpoint=resume)
+        trainer.train(resume_from_checkpoint=str(saved) if late else None)
     assert trainer.state.global_step == 0
     assert weights_of(trainer.model) == held
     (line,) = [line for line in caught.value.render().splitlines() if message in line]
     assert "on rank 1" in line
-
-
-@pytest.mark.parametrize(
-    ("kind", "message", "late"),
-    [
-        pytest.param("config", "config.rms_norm_eps: ", True, marks=pytest.mark.chosen),
-        pytest.param("save_steps", "save_steps: 1 on rank 0; 2 on rank 1", False, marks=pytest.mark.chosen),
-        ("statements", "aoa_config.aoa_statements: ", True),
-        ("config", "config.rms_norm_eps: ", False),
-        ("option", "flex_verify: ", False),
-        ("learning_rate", "learning_rate: ", False),
-    ],
-)
-def test_a_rank_that_differs_is_named_on_every_rank_before_a_weight_changes_and_the_first_step(
-    ranks: ForkServer, saved: Saved, tmp_path: Path, kind: str, message: str, late: bool
-) -> None:
-    """Also one that differs only when the checkpoint is loaded, after the checks at the start."""
-    given = {"kind": kind, "late": late, "message": message, "resume": str(saved.third) if late else None}
-    run_on_ranks(ranks, 2, differ, output_dir=tmp_path, **given)

@@ -111,29 +111,23 @@ def test_a_checkpoint_that_lacks_tensors_of_a_damaged_one_is_refused(
         assert "checkpoint-2" in found["text"]
 
 
-def use_what_a_load_left_undefined(whole: Path, damaged: Path, output_dir: Path) -> None:
-    trainer = flex_trainer(SINGLE, output_dir, {"max_steps": 3, "save_steps": 100})
+@on_ranks(1)
+def test_an_undefined_model_is_neither_trained_nor_saved(saved: Path, run: Path) -> None:
+    damage(run / "checkpoint-2", WEIGHTS)
+    trainer = flex_trainer(SINGLE, run / "out", {"max_steps": 3, "save_steps": 100})
     with pytest.raises(Corrupt, match="tensors that were being filled are undefined"):
-        trainer.train(resume_from_checkpoint=str(damaged))
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     for use in (
         trainer.train,
-        lambda: paddleformers_fc.save(output_dir / "saved", trainer.model),
+        lambda: paddleformers_fc.save(run / "out/saved", trainer.model),
         lambda: trainer._save_checkpoint(trainer.model),
     ):
         with pytest.raises(MismatchError) as caught:
             use()
         assert caught.value.what == "The model's tensors are undefined: a load began to fill them and failed."
     assert trainer.losses == []
-    trainer.train(resume_from_checkpoint=str(whole))
+    trainer.train(resume_from_checkpoint=str(saved / "checkpoint-2"))
     assert len(trainer.losses) == 1
-
-
-def test_an_undefined_model_is_neither_trained_nor_saved(
-    ranks: ForkServer, saved: Path, run: Path, tmp_path: Path
-) -> None:
-    damage(run / "checkpoint-2", WEIGHTS)
-    given = {"whole": saved / "checkpoint-2", "damaged": run / "checkpoint-2", "output_dir": tmp_path / "out"}
-    run_on_ranks(ranks, 1, use_what_a_load_left_undefined, **given)
 
 
 def test_where_all_are_damaged_the_run_stops_with_every_reason(ranks: ForkServer, run: Path) -> None:

@@ -30,25 +30,13 @@ from paddleformers_fc.storage.files import make_directories
 from verification.demo.assets import Assets, prepare
 from verification.demo.jobs import AS_LOADED, DemoResult, DemoRun, train
 from verification.demo.report import LossComparison, LossLine, draw, table
-from verification.demo.settings import (
-    DP2,
-    GLOBAL_BATCH,
-    LORA,
-    PP2,
-    RESUME_AT,
-    SHARDING2V2,
-    SINGLE,
-    STEPS,
-    TP2,
-    DemoLayout,
-)
+from verification.demo.settings import DP2, GLOBAL_BATCH, LORA, PP2, RESUME_AT, SHARDING2V2, SINGLE, TP2, DemoLayout
 from verification.digests import canonical_digests, unequal_tensors
 
 DEFAULT_OUTPUT = Path("demo_out")
 SUMMARY = "summary.json"
 PICTURE = "losses.png"
 _MARKER = ".paddleformers-fc-demo"
-_AFTER_RESUME = tuple(range(RESUME_AT + 1, STEPS + 1))
 
 Log = Callable[[str], None]
 
@@ -95,11 +83,7 @@ def demo(output: Path = DEFAULT_OUTPUT) -> int:
     draw(comparisons, place.root / PICTURE)
     faults = [fault for comparison in comparisons for fault in comparison.faults()]
     seconds = time.monotonic() - started
-    summary = {
-        "seconds": round(seconds, 1),
-        "comparisons": [comparison.to_json() for comparison in comparisons],
-        "faults": faults,
-    }
+    summary = {"seconds": round(seconds, 1), "comparisons": [one.to_json() for one in comparisons], "faults": faults}
     (place.root / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     _show(comparisons, faults, place.root, seconds)
     return 1 if faults else 0
@@ -131,7 +115,7 @@ def compare_ernie(place: Workplace) -> LossComparison:
     stock = place.train(
         DemoRun("ernie_moe-stock-tp2", model, corpus, TP2, flex=False, resume=_checkpoint(stock_whole, RESUME_AT))
     )
-    theirs = LossLine("tp2, PaddleFormers' own", stock.losses, ours.compared, stock=True)
+    theirs = LossLine("tp2, PaddleFormers' own", stock.losses, stock=True)
     return LossComparison("ERNIE 4.5 MoE", RESUME_AT, _reference(place, whole), (ours, theirs))
 
 
@@ -146,7 +130,6 @@ def _resumed(place: Workplace, whole: DemoResult, layout: DemoLayout) -> LossLin
     return LossLine(
         layout.name,
         trained.losses,
-        _AFTER_RESUME,
         export_md5=_export(place, loaded, run.name),
         unequal_tensors=tuple(map(" ".join, unequal_tensors(canonical_digests(saved), canonical_digests(loaded)))),
     )
@@ -154,7 +137,7 @@ def _resumed(place: Workplace, whole: DemoResult, layout: DemoLayout) -> LossLin
 
 def _reference(place: Workplace, whole: DemoResult) -> LossLine:
     export = _export(place, _checkpoint(whole, RESUME_AT), whole.run.name)
-    return LossLine(whole.run.layout.name, whole.losses, (), export_md5=export)
+    return LossLine(whole.run.layout.name, whole.losses, export_md5=export)
 
 
 def _reload(place: Workplace, export: Path, model: str) -> float:

@@ -6,7 +6,7 @@ This module only presents. :class:`LossComparison` decides what is equal, from n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rich.table import Table
 
 from paddleformers_fc.text import count_text
 from verification import curves
+from verification.demo.settings import STEPS
 
 TOLERANCE = 1e-6
 """Largest difference of a loss from the uninterrupted run's that counts as the same training."""
@@ -27,7 +28,6 @@ class LossLine:
     Args:
         layout: its name.
         losses: step -> loss.
-        compared: the steps at which the loss must be that of the uninterrupted run.
         export_md5: md5 of the export of the run's state before its first step after the resume, as ``export`` prints
             it.
         unequal_tensors: tensors that were then not bitwise as saved: model, master weights and moments.
@@ -36,7 +36,6 @@ class LossLine:
 
     layout: str
     losses: Mapping[int, float]
-    compared: tuple[int, ...]
     export_md5: str | None = None
     unequal_tensors: tuple[str, ...] = ()
     stock: bool = False
@@ -60,43 +59,43 @@ class LossComparison:
     lines: tuple[LossLine, ...]
     reloaded: float | None = None
 
-    def difference(self, line: LossLine, step: int) -> float:
-        """Return the difference of a step's loss from the uninterrupted run's; infinite for a missing loss or NaN."""
-        difference = abs(line.losses.get(step, math.nan) - self.reference.losses.get(step, math.nan))
-        return math.inf if math.isnan(difference) else difference
+    @property
+    def compared(self) -> range:
+        """The steps at which the loss must be that of the uninterrupted run."""
+        return range(self.resumed_at + 1, STEPS + 1)
 
     def largest_difference(self, line: LossLine) -> float:
-        """Return the largest difference over the compared steps."""
-        return max(self.difference(line, step) for step in line.compared)
+        """Return the largest difference to the uninterrupted run's loss; infinite if a loss is missing or NaN."""
+        expected = self.reference.losses
+        apart = [abs(line.losses.get(step, math.nan) - expected.get(step, math.nan)) for step in self.compared]
+        return max(math.inf if math.isnan(one) else one for one in apart)
 
     def faults(self) -> list[str]:
         """Return the faults, one sentence each."""
-        found = []
-        for line in self.lines:
-            if line.stock:
-                continue
-            if self.largest_difference(line) > TOLERANCE:
-                found.append(
-                    f"{self.model}, {line.layout}: the loss differs by {self.largest_difference(line):.1e} from the "
-                    f"uninterrupted run's; allowed are {TOLERANCE:.0e}."
-                )
-            if line.unequal_tensors:
-                found.append(
-                    f"{self.model}, {line.layout}: {count_text(len(line.unequal_tensors), 'tensor')} not as saved, "
-                    f"the first is {line.unequal_tensors[0]}."
-                )
-            if line.export_md5 != self.reference.export_md5:
-                found.append(f"{self.model}, {line.layout}: the export of what was loaded is not md5-equal.")
-        return found + self._reload_faults()
-
-    def _reload_faults(self) -> list[str]:
-        first = self.resumed_at + 1
-        expected = self.reference.losses.get(first, float("nan"))
-        if self.reloaded is None or abs(self.reloaded - expected) <= TOLERANCE:
-            return []
         return [
-            f"{self.model}: the reloaded export gives loss {self.reloaded:.8f} at step {first}, not {expected:.8f}."
+            *(f"{self.model}, {line.layout}: {fault}" for line in self.lines for fault in self._faults_of(line)),
+            *self._reload_faults(),
         ]
+
+    def _faults_of(self, line: LossLine) -> Iterator[str]:
+        if line.stock:
+            return
+        difference = self.largest_difference(line)
+        if difference > TOLERANCE:
+            yield (f"the loss differs by {difference:.1e} from the uninterrupted run's; allowed are {TOLERANCE:.0e}.")
+        if line.unequal_tensors:
+            count = count_text(len(line.unequal_tensors), "tensor")
+            yield f"{count} not as saved, the first is {line.unequal_tensors[0]}."
+        if line.export_md5 != self.reference.export_md5:
+            yield "the export of what was loaded is not md5-equal."
+
+    def _reload_faults(self) -> Iterator[str]:
+        first = self.resumed_at + 1
+        expected = self.reference.losses.get(first, math.nan)
+        if self.reloaded is not None and not abs(self.reloaded - expected) <= TOLERANCE:
+            yield (
+                f"{self.model}: the reloaded export gives loss {self.reloaded:.8f} at step {first}, not {expected:.8f}."
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return everything in this comparison, for ``summary.json`` and ``--json``."""
@@ -126,14 +125,12 @@ def _finite(number: float) -> float | None:
 
 def table(comparison: LossComparison) -> Table:
     """Return one comparison as a table: a row per run, the steps after the resume in columns."""
-    last = max(comparison.reference.losses, default=comparison.resumed_at)
-    steps = range(comparison.resumed_at + 1, last + 1)
+    steps = comparison.compared
     shown = Table(title=comparison.model, title_justify="left")
     shown.add_column("layout", no_wrap=True)
     for step in steps:
         shown.add_column(f"loss at {step}", justify="right")
-    compared = sorted({step for line in comparison.lines for step in line.compared})
-    shown.add_column("difference at " + ", ".join(map(str, compared)), justify="right")
+    shown.add_column("difference at " + ", ".join(map(str, steps)), justify="right")
     shown.add_column("md5 of the export", no_wrap=True)
     for line in (comparison.reference, *comparison.lines):
         losses = [f"{line.losses[step]:.8f}" if step in line.losses else "-" for step in steps]
@@ -145,15 +142,11 @@ def table(comparison: LossComparison) -> Table:
 
 def draw(comparisons: Sequence[LossComparison], path: Path) -> None:
     """Draw the losses of each model across the resume, and their distance to the uninterrupted run."""
-    columns = [
-        curves.Curves(
-            one.model,
-            one.reference.layout,
-            one.reference.losses,
-            {line.layout: line.losses for line in one.lines},
-            one.resumed_at,
-            [line.layout for line in one.lines if line.stock],
+    columns = []
+    for one in comparisons:
+        resumed = {line.layout: line.losses for line in one.lines}
+        stock = [line.layout for line in one.lines if line.stock]
+        columns.append(
+            curves.Curves(one.model, one.reference.layout, one.reference.losses, resumed, one.resumed_at, stock)
         )
-        for one in comparisons
-    ]
     curves.draw(columns, path)

@@ -16,7 +16,7 @@ def main(arguments: list[str]) -> None:
         arguments: the directory of the page, and that of the runs; both optional.
     """
     target, root = (Path(one) for one in (*arguments, *("docs/results", "out/long_run")[len(arguments) :]))
-    findings = [run(experiment, root, lambda line: print(line, flush=True)) for experiment in EXPERIMENTS]
+    findings = [run(experiment, root) for experiment in EXPERIMENTS]
     (target / PAGE).write_text(page(findings), encoding="utf-8")
     draw(findings, target / PICTURE)
 

@@ -60,14 +60,8 @@ def _difference(value: float) -> str:
 
 def draw(findings: Sequence[Findings], path: Path) -> None:
     """Draw the losses above, and their differences below; a column per model."""
-    columns = [
-        curves.Curves(
-            one.title,
-            one.source,
-            one.whole,
-            {f"resumed as {name}": losses for name, losses in one.resumed.items()},
-            SAVED_AT,
-        )
-        for one in findings
-    ]
+    columns = []
+    for one in findings:
+        resumed = {f"resumed as {name}": losses for name, losses in one.resumed.items()}
+        columns.append(curves.Curves(one.title, one.source, one.whole, resumed, SAVED_AT))
     curves.draw(columns, path)

@@ -7,18 +7,19 @@ Time: 250 steps of four ranks take about a minute on two free cores. Memory: 400
 
 from __future__ import annotations
 
+import hashlib
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from paddleformers_fc.errors import PeerError
-from paddleformers_fc.execute.digest import stored_md5
+from paddleformers_fc.execute.digest import stored_md5, weights_md5
 from paddleformers_fc.execute.export import export_checkpoint
-from verification.long_run.fused import fused_md5
-from verification.long_run.jobs import UNIFY
+from verification.matrix.jobs import Training, trained
 from verification.matrix.layouts import parse_layout
 from verification.matrix.recipe import Recipe, cells_of
 from verification.matrix.report import reason
@@ -114,13 +115,12 @@ class Findings:
         return max((abs(losses[step] - self.whole[step]), -step) for step in losses)
 
 
-def run(experiment: LongRun, root: Path, log: Callable[[str], None]) -> Findings:
-    """Run an experiment, or the rest of it.
+def run(experiment: LongRun, root: Path) -> Findings:
+    """Run an experiment, or the rest of it, and print a line per training.
 
     Args:
         experiment: the experiment.
         root: the directory of all runs.
-        log: receives a line per training.
     Raises:
         PeerError: a training failed, or a tensor is not as saved.
     """
@@ -132,20 +132,66 @@ def run(experiment: LongRun, root: Path, log: Callable[[str], None]) -> Findings
             if not outcome.right(recipe.tolerance):
                 raise PeerError(f"{outcome.name}: {reason(outcome)}.", where=str(place), next_step="Read the logs.")
             resumed[cell.target.name] = dict(enumerate(outcome.losses, SAVED_AT + 1))
-            log(f"{recipe.title}, {outcome.name}: last loss {outcome.losses[-1]}")
+            print(f"{recipe.title}, {outcome.name}: last loss {outcome.losses[-1]}", flush=True)
         saved = workshop.saved(cells[0])
         last, export = saved.checkpoint.with_name(f"checkpoint-{LAST_STEP}"), place / "export"
         shutil.rmtree(export, ignore_errors=True)
         export_checkpoint(last, export)
-        unified = [_unified(workshop, name, place / f"unified-{name}", last) for name in experiment.unified]
+        unified = [_unified(workshop, recipe, name, place / f"unified-{name}", last) for name in experiment.unified]
     fused = fused_md5(export, int(recipe.model["num_key_value_heads"])) if experiment.fuses else ""
     whole = dict(enumerate(saved.losses, 1))
     return Findings(recipe.title, recipe.sources[0], whole, resumed, stored_md5(export), fused, unified)
 
 
-def _unified(workshop: Workshop, layout: str, place: Path, checkpoint: Path) -> Unified:
+def _unified(workshop: Workshop, recipe: Recipe, layout: str, place: Path, checkpoint: Path) -> Unified:
     shutil.rmtree(place, ignore_errors=True)
-    training = workshop.training(parse_layout(layout), place, hold=False, resume=checkpoint)
-    result = workshop.attempt(UNIFY, training)
+    training = Training(recipe, parse_layout(layout), str(place), resume=str(checkpoint))
+    result = workshop.attempt(f"{__name__}:unify", training)
     error = result.values[0] if result.ok else PeerError.__name__
     return Unified(layout, "" if error else stored_md5(place / "unified"), error)
+
+
+def unify(training: dict[str, Any]) -> str:
+    """Load a checkpoint of which all steps are made, and let PaddleFormers write it; the error that prevents it.
+
+    Args:
+        training: a :class:`verification.matrix.jobs.Training` as JSON; its output directory gets ``unified``.
+    """
+    from paddleformers.trainer.unified_checkpoint import UnifiedCheckpointHandler
+
+    trainer = trained(training)
+    handler = UnifiedCheckpointHandler(trainer.args)
+    try:
+        target = f"{training['output_dir']}/unified"
+        handler.save_unified_checkpoint(trainer.model, trainer.optimizer, target, save_to_hf=True)
+    except Exception as error:  # The exception of upstream is the finding.
+        return type(error).__name__
+    return ""
+
+
+def fused_md5(directory: Path, key_value_heads: int) -> str:
+    """Return the md5 of weights as PaddleFormers' unified checkpoint of ERNIE 4.5 MoE stores them.
+
+    Projections stay fused, inputs first. This is written without this package's mappings, with numpy alone, so that it
+    can be held against them.
+
+    Args:
+        directory: an export.
+        key_value_heads: groups of query, key and value.
+    """
+    from safetensors.numpy import load_file
+
+    tensors: dict[str, Any] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(file)
+    for name in sorted(tensors):
+        layer, _, last = name.rpartition(".q_proj.weight")
+        if layer and not last:
+            parts = [tensors.pop(f"{layer}.{kind}_proj.weight") for kind in "qkv"]
+            groups = [part.reshape(key_value_heads, -1, part.shape[-1]) for part in parts]
+            tensors[f"{layer}.qkv_proj.weight"] = np.concatenate(groups, axis=1).reshape(-1, parts[0].shape[-1]).T
+        layer, _, last = name.rpartition(".gate_proj.weight")
+        if layer and not last:
+            gate_and_up = [tensors.pop(f"{layer}.{kind}_proj.weight") for kind in ("gate", "up")]
+            tensors[f"{layer}.up_gate_proj.weight"] = np.concatenate(gate_and_up).T
+    return weights_md5({name: hashlib.md5(one.tobytes()).hexdigest() for name, one in tensors.items()})

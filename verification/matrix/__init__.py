@@ -17,7 +17,7 @@ from pathlib import Path
 from paddleformers_fc.output import console
 from verification.matrix import report
 from verification.matrix.recipe import cells_of, chosen, read_recipe
-from verification.matrix.running import CellOutcome, Workshop
+from verification.matrix.running import CellOutcome, Workshop, file_name
 from verification.matrix.simulated import read_simulated, run_simulated
 
 PROGRAM = "python -m verification.matrix"
@@ -53,11 +53,13 @@ def run_matrix(path: Path, only: str | None, work: Path, documents: Path) -> int
             progress.print(f"{recipe.title}: {len(outcomes)} of {len(wanted)}, {outcome.name}{wrong}")
         found = [workshop.experiment(one) for one in recipe.experiments]
     known = {cell.name: workshop.known(cell) for cell in cells}
-    report.write(recipe, cells, known, found, documents / path.stem)
+    report.write(recipe, known, found, documents / path.stem)
     faults = [outcome for outcome in outcomes if not outcome.right(recipe.tolerance)]
-    report.show(recipe, outcomes, time.monotonic() - started, documents / f"{path.stem}.md")
+    right, equal = len(outcomes) - len(faults), sum(one not in faults and one.difference == 0 for one in outcomes)
+    print(f"{recipe.title}: {right} of {len(outcomes)} cells right, {equal} of them with bitwise equal losses.")
+    print(f"{documents / path.stem}.md: {time.monotonic() - started:.0f} s.")
     for outcome in faults:
         again = f"{PROGRAM} {shlex.join([str(path), '--only', outcome.name])}"
         print(f"WRONG: {outcome.name}: {report.reason(outcome)}")
-        print(f"    logs: {root / 'cells' / report.directory_of(outcome)}\n    again: {again}")
+        print(f"    logs: {root / 'cells' / file_name(outcome.name)}\n    again: {again}")
     return 1 if faults else 0

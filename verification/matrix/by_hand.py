@@ -22,8 +22,8 @@ Whole = dict[tuple[str, str], tuple[np.ndarray[Any, Any], int]]
 """Role and name -> the whole tensor as the source's model has it, and into how many parts its last axis was cut."""
 
 
-def fill(trainer: Any, checkpoint: Path) -> int:
-    """Overwrite every weight and every state of a run; the number of tensors.
+def fill(trainer: Any, checkpoint: Path) -> None:
+    """Overwrite every weight and every state of a run.
 
     Args:
         trainer: a Trainer that has resumed this checkpoint, so that everything is there to be overwritten.
@@ -36,7 +36,6 @@ def fill(trainer: Any, checkpoint: Path) -> int:
     from paddleformers_fc.trainer.live_roles import run_roles
 
     source = assemble(checkpoint)
-    count = 0
     for role, weights in run_roles(trainer.model, trainer.optimizer).items():
         for name, weight in weights.items():
             if (role, name) not in source:
@@ -47,8 +46,6 @@ def fill(trainer: Any, checkpoint: Path) -> int:
                 live = weight.local_tensor
                 paddle.assign(paddle.full_like(live, float("nan")), live)
                 paddle.assign(paddle.to_tensor(value.reshape(live.shape)), live)
-            count += 1
-    return count
 
 
 def assemble(checkpoint: Path) -> Whole:

@@ -10,52 +10,39 @@ cores, growing with the ranks; memory: about 50 MB per rank beside the server.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verification.matrix.layouts import MatrixLayout, layout_from
+import msgspec
+
+from verification.matrix.layouts import MatrixLayout
+from verification.matrix.recipe import Recipe
 
 JOB = f"{__name__}:run"
-SAVED_AT = 3
-LAST_STEP = 6
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(msgspec.Struct, frozen=True):
     """One training.
 
     Args:
-        model_type: a model of :mod:`.tiny`.
-        model: overrides of the tiny model's configuration.
-        arguments: overrides of the training arguments.
+        recipe: of the matrix: the model, its settings and the steps.
         layout: how the ranks share it.
         output_dir: the Trainer's output directory, with its checkpoints.
-        last_step: when it ends.
-        micro_batch: samples per forward; None for as many as fit.
         hold_predictions: the multi-token prediction layers are held and not trained.
         resume: the checkpoint to resume.
         by_hand: overwrite what was loaded with numbers that no line of this package's loader has touched.
-        adapters: settings of LoRA adapters that are trained in place of the model; empty for none.
-        saved_at: after how many steps a checkpoint is saved, unless one is resumed.
     """
 
-    model_type: str
-    model: dict[str, Any]
-    arguments: dict[str, Any]
+    recipe: Recipe
     layout: MatrixLayout
     output_dir: str
-    last_step: int = LAST_STEP
-    micro_batch: int | None = None
     hold_predictions: bool = False
     resume: str | None = None
     by_hand: bool = False
-    adapters: dict[str, Any] = field(default_factory=dict)
-    saved_at: int = SAVED_AT
 
     def to_json(self) -> dict[str, Any]:
         """As the keyword arguments of :func:`run`."""
-        return {"training": asdict(self)}
+        return {"training": msgspec.to_builtins(self)}
 
 
 def run(training: dict[str, Any]) -> list[float]:
@@ -75,31 +62,31 @@ def trained(training: dict[str, Any]) -> Any:
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
     from verification.matrix import by_hand, tiny
 
-    wanted = Training(**{**training, "layout": layout_from(training["layout"])})
+    wanted = msgspec.convert(training, Training)
+    recipe = wanted.recipe
     settings = {
         "cls": FlexTrainingArguments,
         "flex_checkpoint": True,
-        "max_steps": wanted.last_step,
-        "save_steps": wanted.saved_at if wanted.resume is None else 10**6,
-        **wanted.arguments,
+        "max_steps": recipe.last_step,
+        "save_steps": recipe.saved_at if wanted.resume is None else 10**6,
+        **recipe.arguments,
     }
-    args = tiny.training_arguments(wanted.layout, wanted.output_dir, wanted.micro_batch, **settings)
-    model = tiny.build(wanted.model_type, wanted.layout, args, wanted.hold_predictions, **wanted.model)
-    model = tiny.adapted(model, **wanted.adapters) if wanted.adapters else model
-    source = None if wanted.resume is None else Path(wanted.resume)
+    args = tiny.training_arguments(wanted.layout, wanted.output_dir, recipe.micro_batch, **settings)
+    model = tiny.build(recipe.model_type, wanted.layout, args, wanted.hold_predictions, **recipe.model)
+    model = tiny.adapted(model, **recipe.adapters) if recipe.adapters else model
 
     class AsLoaded(TrainerCallback):
         """Between the load and the first step."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if source is None:
+            if wanted.resume is None:
                 return
             if wanted.by_hand:
-                by_hand.fill(trainer, source)
+                by_hand.fill(trainer, Path(wanted.resume))
             trainer._save_checkpoint(trainer.model)
 
     predicted = 0 if wanted.hold_predictions else getattr(model.config, "num_nextn_predict_layers", 0)
-    samples = tiny.samples(wanted.model_type, predicted)
+    samples = tiny.samples(recipe.model_type, predicted)
     trainer = tiny.trainer(model, args, cls=FlexTrainer, callbacks=[AsLoaded()], train_dataset=samples)
     trainer.train(resume_from_checkpoint=wanted.resume)
     return trainer

@@ -65,17 +65,7 @@ def colour_of(text: str) -> tuple[float, float, float]:
     if text in (WRONG, NOT_RUN):
         return _ORANGE if text == WRONG else _GREY
     difference = 0.0 if text.startswith(EQUAL) else float(text.rstrip(f" {NOTE}"))
-    return _mixed(_BLUE, _shade(difference))
-
-
-def _shade(difference: float) -> float:
-    if difference <= _LEAST:
-        return _PALEST
-    part = (math.log10(difference) - math.log10(_LEAST)) / (math.log10(_MOST) - math.log10(_LEAST))
-    return _PALEST + (_DARKEST - _PALEST) * min(1.0, part)
-
-
-def _mixed(colour: tuple[float, float, float], share: float) -> tuple[float, float, float]:
-    """Return a share of a colour over white."""
-    red, green, blue = (1 - share * (1 - one) for one in colour)
+    part = math.log(max(difference, _LEAST) / _LEAST) / math.log(_MOST / _LEAST)
+    share = _PALEST + (_DARKEST - _PALEST) * min(1.0, part)
+    red, green, blue = (1 - share * (1 - one) for one in _BLUE)  # Over white.
     return red, green, blue

@@ -7,20 +7,25 @@ that do not fit the model are refused in one error with the sizes.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import yaml
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.plan.simulate import declared_model
-from verification.matrix.jobs import LAST_STEP, SAVED_AT
 from verification.matrix.layouts import MatrixLayout, parse_layout
 from verification.matrix.tiny import keys
 
 ARROW = "->"
+SAVED_AT = 3
+LAST_STEP = 6
 _PREDICTIONS = "num_nextn_predict_layers"
 
 
@@ -103,23 +108,28 @@ class Cell(msgspec.Struct, frozen=True):
         return f"{self.source.name}{ARROW}{self.target.name}"
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Context manager around reading a recipe of either form, whose faults become errors of this package."""
+    try:
+        yield
+    except (OSError, yaml.YAMLError, msgspec.ValidationError) as error:
+        raise OptionError(
+            "Invalid recipe of a verification matrix.",
+            where=str(path),
+            evidence=[str(error)],
+            next_step="See recipes/verification for the two forms of a recipe.",
+        ) from error
+
+
 def read_recipe(path: Path) -> Recipe:
     """Return a recipe from its file.
 
     Raises:
         OptionError: the file is not a recipe, or its model cannot have one of the layouts.
     """
-    import yaml
-
-    try:
+    with reading(path):
         recipe = msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Recipe, strict=True)
-    except (OSError, yaml.YAMLError, msgspec.ValidationError) as error:
-        raise OptionError(
-            "Invalid recipe of a verification matrix.",
-            where=str(path),
-            evidence=[str(error)],
-            next_step="Correct the file; recipes/verification has examples.",
-        ) from error
     names = (*recipe.sources, *recipe.targets, *(name for one in recipe.experiments for name in one.layouts))
     faults = [fault for name in dict.fromkeys(names) for fault in _faults(recipe, parse_layout(name))]
     if faults:
@@ -144,12 +154,11 @@ def _faults(recipe: Recipe, layout: MatrixLayout) -> list[str]:
 
 def cells_of(recipe: Recipe) -> list[Cell]:
     """Return every cell, row by row."""
-    found = []
-    for source in map(parse_layout, recipe.sources):
-        for target in map(parse_layout, recipe.targets):
-            hold = bool(recipe.model.get(_PREDICTIONS)) and max(source.pp, target.pp) > 1
-            found.append(Cell(_half(source, recipe.bf16), _half(target, recipe.bf16), hold))
-    return found
+    rows, columns = (
+        [replace(parse_layout(name), bf16=recipe.bf16) for name in names] for names in (recipe.sources, recipe.targets)
+    )
+    predicts = bool(recipe.model.get(_PREDICTIONS))
+    return [Cell(row, column, predicts and max(row.pp, column.pp) > 1) for row in rows for column in columns]
 
 
 def chosen(cells: list[Cell], pattern: str | None) -> list[Cell]:
@@ -173,7 +182,3 @@ def chosen(cells: list[Cell], pattern: str | None) -> list[Cell]:
             next_step="Write SOURCE->TARGET, in quotes; * matches any.",
         )
     return found
-
-
-def _half(layout: MatrixLayout, bf16: bool) -> MatrixLayout:
-    return MatrixLayout(**{**layout.to_json(), "bf16": bf16})

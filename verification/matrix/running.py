@@ -16,16 +16,16 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from paddleformers_fc.errors import FlexError, PeerError
 from paddleformers_fc.execute.digest import TensorDigest
@@ -53,8 +53,6 @@ class CellOutcome(msgspec.Struct, frozen=True):
         losses: B's.
         by_hand: B's with weights and states set by hand; run where losses differ too much.
         error: why the cell could not be finished; empty when it was.
-        seconds: it took.
-        held: multi-token prediction layers were held and not trained.
     """
 
     name: str
@@ -66,8 +64,6 @@ class CellOutcome(msgspec.Struct, frozen=True):
     losses: tuple[float, ...] = ()
     by_hand: tuple[float, ...] = ()
     error: str = ""
-    seconds: float = 0.0
-    held: bool = False
 
     @property
     def difference(self) -> float:
@@ -113,11 +109,10 @@ class Workshop:
     Args:
         recipe: the matrix.
         root: the directory; results of an earlier run of this recipe are used.
-        servers: how many trainings run at a time.
     """
 
-    def __init__(self, recipe: Recipe, root: Path, servers: int = SERVERS) -> None:
-        self._recipe, self._root, self._count = recipe, root, servers
+    def __init__(self, recipe: Recipe, root: Path) -> None:
+        self._recipe, self._root = recipe, root
         self._checkpoint = f"checkpoint-{recipe.saved_at}"
         self._servers: SimpleQueue[ForkServer] = SimpleQueue()
         self._saved: dict[tuple[str, bool], Future[Saved]] = {}
@@ -125,11 +120,11 @@ class Workshop:
 
     def __enter__(self) -> Workshop:
         with ExitStack() as stack:
-            for number in range(self._count):
+            for number in range(SERVERS):
                 directory = self._root / "servers" / str(number)
                 shutil.rmtree(directory, ignore_errors=True)
                 self._servers.put(stack.enter_context(ForkServer(directory=directory)))
-            self._pool = stack.enter_context(ThreadPoolExecutor(self._count))
+            self._pool = stack.enter_context(ThreadPoolExecutor(SERVERS))
             self._stack = stack.pop_all()
         return self
 
@@ -181,11 +176,10 @@ class Workshop:
         return found
 
     def _plain(self, layout: MatrixLayout, change: Mapping[str, dict[str, Any]], output_dir: Path) -> tuple[float, ...]:
-        training = self.training(layout, output_dir, hold=False, last_step=self._recipe.saved_at)
-        changed: dict[str, Any] = {
-            key: {**getattr(training, key), **change.get(key, {})} for key in ("arguments", "model")
-        }
-        return self._train(replace(training, **changed))
+        recipe = self._recipe
+        changed: dict[str, Any] = {key: {**getattr(recipe, key), **more} for key, more in change.items()}
+        changed["last_step"] = recipe.saved_at
+        return self._train(Training(structs.replace(recipe, **changed), layout, str(output_dir)))
 
     def _source(self, layout: MatrixLayout, hold: bool) -> Saved:
         directory = self._root / "sources" / file_name(layout.name + ("-held" if hold else ""))
@@ -193,7 +187,7 @@ class Workshop:
         losses = _read(record, tuple[float, ...])
         if losses is None:
             shutil.rmtree(directory, ignore_errors=True)
-            losses = self._train(self.training(layout, directory / "run", hold))
+            losses = self._train(Training(self._recipe, layout, str(directory / "run"), hold))
             _write(record, losses)
         checkpoint = directory / "run" / self._checkpoint
         digests = list(canonical_digests(checkpoint))
@@ -206,28 +200,24 @@ class Workshop:
             return known
         directory = path.with_suffix("")
         shutil.rmtree(directory, ignore_errors=True)
-        started = time.monotonic()
         try:
             outcome = self._converted(cell, directory)
         except FlexError as error:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "error.txt").write_text(error.render() + "\n", encoding="utf-8")
-            outcome = CellOutcome(cell.name, self._recipe.fingerprint, error=str(error), held=cell.hold_predictions)
-        outcome = msgspec.structs.replace(outcome, seconds=round(time.monotonic() - started, 1))
+            outcome = CellOutcome(cell.name, self._recipe.fingerprint, error=str(error))
         _write(path, outcome)
         if outcome.right(self._recipe.tolerance):
             shutil.rmtree(directory)
         return outcome
 
     def _converted(self, cell: Cell, directory: Path) -> CellOutcome:
-        saved = self.saved(cell)
+        saved, hold = self.saved(cell), cell.hold_predictions
         there, back = directory / "there", directory / "back"
-        forth = self.training(cell.target, there, cell.hold_predictions, resume=saved.checkpoint)
+        forth = Training(self._recipe, cell.target, str(there), hold, resume=str(saved.checkpoint))
         losses = self._train(forth)
-        returned = self.training(
-            cell.source, back, cell.hold_predictions, last_step=self._recipe.saved_at, resume=there / self._checkpoint
-        )
-        self._train(returned)
+        returned = structs.replace(self._recipe, last_step=self._recipe.saved_at)
+        self._train(Training(returned, cell.source, str(back), hold, resume=str(there / self._checkpoint)))
         outcome = CellOutcome(
             name=cell.name,
             fingerprint=self._recipe.fingerprint,
@@ -239,30 +229,11 @@ class Workshop:
             export_equal=_exported(there / self._checkpoint, directory / "export") == saved.exported,
             expected=saved.losses[self._recipe.saved_at :],
             losses=losses,
-            held=cell.hold_predictions,
         )
         if outcome.difference > self._recipe.tolerance:
-            by_hand = replace(forth, output_dir=str(directory / "by-hand"), by_hand=True)
-            outcome = msgspec.structs.replace(outcome, by_hand=self._train(by_hand))
+            by_hand = structs.replace(forth, output_dir=str(directory / "by-hand"), by_hand=True)
+            outcome = structs.replace(outcome, by_hand=self._train(by_hand))
         return outcome
-
-    def training(self, layout: MatrixLayout, output_dir: Path, hold: bool, **more: Any) -> Training:
-        """Return a training of the recipe under a layout."""
-        recipe = self._recipe
-        resume = more.pop("resume", None)
-        return Training(
-            recipe.model_type,
-            recipe.model,
-            recipe.arguments,
-            layout,
-            str(output_dir),
-            micro_batch=recipe.micro_batch,
-            hold_predictions=hold,
-            resume=None if resume is None else str(resume),
-            adapters=recipe.adapters,
-            saved_at=recipe.saved_at,
-            **{"last_step": recipe.last_step, **more},
-        )
 
     def attempt(self, job: str, training: Training) -> JobResult:
         """Run a job of a training on the next free server."""

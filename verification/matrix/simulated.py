@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import yaml
 from msgspec import structs
 
 from paddleformers_fc.errors import OptionError
@@ -29,7 +30,7 @@ from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from verification import temporary_directory
 from verification.matrix.layouts import parse_layout
 from verification.matrix.picture import EQUAL, WRONG
-from verification.matrix.recipe import ARROW
+from verification.matrix.recipe import ARROW, reading
 from verification.simulate_ranks import round_trips
 
 SLICE_ABOVE = 100
@@ -100,20 +101,11 @@ def read_simulated(path: Path) -> SimulatedRecipe | None:
     Raises:
         OptionError: it names models that are not simulated, or has other keys.
     """
-    import yaml
-
-    try:
+    with reading(path):
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or "simulated" not in found:
             return None
         return msgspec.convert(found, SimulatedRecipe, strict=True)
-    except (OSError, yaml.YAMLError, msgspec.ValidationError) as error:
-        raise OptionError(
-            "Invalid recipe of a verification matrix.",
-            where=str(path),
-            evidence=[str(error)],
-            next_step="See recipes/verification for the two forms of a recipe.",
-        ) from error
 
 
 def simulated_models() -> dict[str, tuple[Family, ModelDescription]]:
@@ -161,13 +153,12 @@ def run_simulated(recipe: SimulatedRecipe, stem: str, only: str | None, document
     for name in chosen:
         found.append(outcome(recipe, name, *models[name]))
         print(f"{name}: {found[-1].text}, {found[-1].tensors} tensors each")
-    wrong = [f"{one.name}: {cell}" for one in found for cell in one.wrong]
     if only is None:
         _write(recipe, found, documents / f"{stem}.md")
     print(f"{recipe.title}: {_equal(found)} cells bitwise equal, {time.monotonic() - started:.0f} s.")
-    for one in found:
-        for cell, difference in one.wrong.items():
-            print(f"WRONG: {one.name}: {cell}: {difference}")
+    wrong = [f"{one.name}: {cell}: {difference}" for one in found for cell, difference in one.wrong.items()]
+    for line in wrong:
+        print(f"WRONG: {line}")
     return 1 if wrong else 0
 
 

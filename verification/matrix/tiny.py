@@ -300,16 +300,20 @@ def _interleaved(parts: Sequence[Any], groups: int) -> Any:
 
 def initialise(model: Any, tp: int) -> None:
     """Give every weight of a model, or this rank's part of it, its value by :func:`weight`."""
+    for key, shard in model.sharded_state_dict().items():
+        _set(shard, model_weight(key, shard.global_shape, model.config, tp if _is_split(shard) else 1))
+
+
+def _is_split(shard: Any) -> bool:
+    return list(shard.local_shape) != list(shard.global_shape)
+
+
+def _set(shard: Any, whole: Any) -> None:
+    """Set a shard to its part of a tensor."""
     import paddle
 
-    for key, shard in model.sharded_state_dict().items():
-        is_split = list(shard.local_shape) != list(shard.global_shape)
-        whole = model_weight(key, shard.global_shape, model.config, tp if is_split else 1)
-        box = tuple(
-            slice(begin, begin + size) for begin, size in zip(shard.global_offset, shard.local_shape, strict=True)
-        )
-        tensor = shard.local_tensor
-        tensor.set_value(paddle.to_tensor(whole[box]).astype(tensor.dtype))
+    box = tuple(slice(begin, begin + size) for begin, size in zip(shard.global_offset, shard.local_shape, strict=True))
+    shard.local_tensor.set_value(paddle.to_tensor(whole[box]).astype(shard.local_tensor.dtype))
 
 
 def adapted(model: Any, **settings: Any) -> Any:
@@ -318,23 +322,15 @@ def adapted(model: Any, **settings: Any) -> Any:
     Args:
         settings: of PaddleFormers' ``LoRAConfig``.
     """
-    import paddle
-
     peft = import_module(f"{LIBRARY}.peft")
-    made = peft.LoRAModel(
-        model, peft.LoRAConfig(**{"target_modules": list(LINEAR), "r": 4, "lora_alpha": 8, **settings})
-    )
+    given = {"target_modules": list(LINEAR), "r": 4, "lora_alpha": 8, **settings}
+    made = peft.LoRAModel(model, peft.LoRAConfig(**given))
     for name, shard in made.sharded_state_dict().items():
-        if name.endswith((".lora_A", ".lora_B")):
-            is_split = list(shard.local_shape) != list(shard.global_shape)
-            # The parts of a fused layer share their inputs.
-            parts = (model.config, model.config.tensor_model_parallel_size if is_split else 1)
-            shared = name.endswith("lora_A")
-            whole = weight(name, shard.global_shape) if shared else model_weight(name, shard.global_shape, *parts)
-            box = tuple(
-                slice(begin, begin + size) for begin, size in zip(shard.global_offset, shard.local_shape, strict=True)
-            )
-            shard.local_tensor.set_value(paddle.to_tensor(whole[box]).astype(shard.local_tensor.dtype))
+        if name.endswith(".lora_A"):  # The parts of a fused layer share their inputs.
+            _set(shard, weight(name, shard.global_shape))
+        elif name.endswith(".lora_B"):
+            tp = model.config.tensor_model_parallel_size if _is_split(shard) else 1
+            _set(shard, model_weight(name, shard.global_shape, model.config, tp))
     return made
 
 

@@ -9,24 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from paddleformers_fc.text import size_text
 from verification import exit_code
-from verification.scale import counting, operations, ranks, reading, streaming
+from verification.scale import counting, operations, plans, ranks
 from verification.scale.operations import Key, Table
 
 BEFORE = Path(__file__).with_name("before.json")
 PAGE = Path("docs/results/scale.md")
 _BYTES = frozenset({ranks.SENT, ranks.RECEIVED, ranks.LARGEST, counting.READ, counting.MEMORY})
-_NOISE = {
-    ranks.WAITING: 200,
-    counting.PROCESSOR: 0.5,
-    counting.MEMORY: 10e6,
-    ranks.BLOCKED: 0.5,
-    ranks.LATENCY: 2.0,
-}
+_NOISE = {ranks.WAITING: 200, counting.PROCESSOR: 0.5, counting.MEMORY: 10e6, ranks.BLOCKED: 0.5, ranks.LATENCY: 2.0}
 """Counts that depend on the machine, and amounts that do not matter; a change is shown if it is more than twice."""
 
 _ROWS = (
@@ -84,35 +78,6 @@ def _page(before: Table, now: Table) -> Iterator[str]:
             yield ""
 
 
-def _reads(reads: Mapping[tuple[str, int, str], reading.Reads]) -> Iterator[str]:
-    """Yield the lines of what all ranks of a job read together."""
-    yield "## Bytes that a job reads in a resume\n"
-    yield "Nodes have eight ranks, and read a file once for each rank that needs it. *shared* is `flex_read: auto`.\n"
-    yield "| saved on | resumed on | `each` | shared | the rank that reads most |\n|---|---|---|---|---|"
-    for (name, saved, grid), found in reads.items():
-        sizes = " | ".join(size_text(size) for size in (found.each, found.shared, found.most))
-        yield f"| {name}, {saved} ranks | `{grid}` | {sizes} |"
-    yield ""
-
-
-def _streams(streams: Mapping[tuple[str, int, str], streaming.Streams]) -> Iterator[str]:
-    """Yield the lines of what a stream of live weights costs."""
-    yield "## Streams of live weights\n"
-    yield "Descriptions and the plan are sent once for all streams of a model under a layout. *Words* are the exchanges"
-    yield "of a later stream without weights: one at its begin, one before every batch, and two at its end. *Sent*"
-    yield "is the most that the first, a middle or the last rank sends of its own tensors; if all ranks receive, each"
-    yield "also passes on what others send.\n"
-    yield "| model, ranks | to | description | plan | made in | a rank's part in | words | rounds | sent | received |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    for (name, world, to), one in streams.items():
-        sizes = [size_text(size) for size in (one.described, one.plan, one.sent, one.received)]
-        seconds = f"{one.coordinator:.1f} s | {one.planning:.1f} s"
-        counts = f"{one.words:,} | {one.rounds:,}"
-        row = f"{sizes[0]} | {sizes[1]} | {seconds} | {counts} | {sizes[2]} | {sizes[3]}"
-        yield f"| {name}, {world:,} | `{to}` | {row} |"
-    yield ""
-
-
 def _cell(before: Table, now: Table, key: Key, count: str) -> str:
     if key not in now:
         return ""
@@ -141,27 +106,21 @@ def main() -> int:
     """Count all jobs and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--before", action="store_true", help="keep these counts, to compare later ones with")
-    parser.add_argument(
-        "--models", nargs="+", default=[one for one, model in operations.MODELS.items() if model["ranks"]]
-    )
-    parser.add_argument("--ranks", type=int, nargs="*", help="sizes of jobs; by default those of each model")
     options = parser.parse_args()
     before = now = _read(BEFORE) if BEFORE.exists() else {}
-    jobs = [
-        (name, world)
-        for name in options.models
-        for world in (operations.MODELS[name]["ranks"] if options.ranks is None else options.ranks)
-    ]
+    jobs = [(name, world) for name, model in operations.MODELS.items() for world in model["ranks"]]
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for found in pool.imap(operations.count_job, jobs):
             now = {**now, **found}
             print(*next(iter(found))[:2], flush=True)
             if options.before:
                 _write(BEFORE, now)
-        reads = dict(zip(reading.JOBS, pool.imap(reading.count_reads, reading.JOBS), strict=True))
-        streams = dict(zip(streaming.JOBS, pool.imap(streaming.count_stream, streaming.JOBS), strict=True))
-    page = [*_page(now if options.before else before, now), *_reads(reads), *_streams(streams)]
-    PAGE.write_text("\n".join(page), encoding="utf-8")
+        parts = [
+            *_page(now if options.before else before, now),
+            *(plans.RESUMES_HEAD, *pool.imap(plans.count_reads, plans.RESUMES), ""),
+            *(plans.STREAMS_HEAD, *pool.imap(plans.count_stream, plans.STREAMS), ""),
+        ]
+    PAGE.write_text("\n".join(parts), encoding="utf-8")
     return 0
 
 

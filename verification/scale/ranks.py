@@ -52,7 +52,7 @@ from paddleformers_fc.storage.checksum import DEFAULT_BLOCK_BYTES, FileChecksum,
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.files import write_file
 from verification.scale.counting import READ, Meter, charged, current, peak_memory
-from verification.simulate_ranks import HostTensor, Roles, SimulatedWeight
+from verification.simulate_ranks import Array, HostTensor, Roles, weight_of
 
 EXCHANGES, SENT, RECEIVED, LARGEST = "exchanges", "bytes sent", "bytes received", "largest message"
 REQUESTS, WAITING = "requests to the store", "requests while waiting"
@@ -350,7 +350,15 @@ def hosts_of(world: int) -> tuple[str, ...]:
 
 def live_weights(layout: ShardsByRole) -> Roles:
     """Return the live tensors of a rank, which have no memory."""
-    return {role: {name: _weight(shard) for name, shard in shards.items()} for role, shards in layout.items()}
+    return {
+        role: {name: weight_of(shard, _broadcast(shard)) for name, shard in shards.items()}
+        for role, shards in layout.items()
+    }
+
+
+def _broadcast(shard: Shard) -> Array:
+    shape = shard.box.shape if shard.flat is None else (shard.size,)
+    return np.broadcast_to(np.zeros((1,) * len(shape), to_numpy(to_safetensors(shard.dtype))), shape)
 
 
 def capture_zeros(part: save.LivePart) -> HostTensors:
@@ -368,16 +376,6 @@ def _zeros(tensor: HostTensor) -> HostPieces:
             left -= _ZEROS.size
 
     return pieces
-
-
-def _weight(shard: Shard) -> SimulatedWeight:
-    shape = shard.box.shape if shard.flat is None else (shard.size,)
-    zero = np.zeros((1,) * len(shape), to_numpy(to_safetensors(shard.dtype)))
-    flat = None if shard.flat is None else slice(*shard.flat)
-    tensor = HostTensor(np.broadcast_to(zero, shape))
-    return SimulatedWeight(
-        shard.name, tensor, shard.box.shape, shard.global_shape, shard.box.lo, flat is not None, flat
-    )
 
 
 def _generators(rank: int) -> str:

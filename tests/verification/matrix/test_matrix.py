@@ -1,19 +1,47 @@
-"""The verb: recipes, the choice of cells, what counts as right, going on, and the document."""
+"""Layouts, recipes, the choice of cells, what counts as right, going on, the document and its picture."""
 
 from __future__ import annotations
 
+import colorsys
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import yaml
 
 from paddleformers_fc.errors import OptionError
 from verification.matrix import PROGRAM, report
 from verification.matrix.__main__ import main
+from verification.matrix.layouts import MatrixLayout, layout_from, parse_layout
+from verification.matrix.picture import EQUAL, NOT_RUN, WRONG, colour_of, draw
 from verification.matrix.recipe import cells_of, chosen, read_recipe
 from verification.matrix.running import CellDigests, CellOutcome
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sd4v2", MatrixLayout("sd4v2", nproc=4, sharding=4, split_param=True)),
+        ("sd2s2+tp2", MatrixLayout("sd2s2+tp2", nproc=4, sharding=2, tp=2, stage=2)),
+        ("pp4vpp2", MatrixLayout("pp4vpp2", nproc=4, pp=4, vpp=2)),
+        ("sd2+tp2(ep2)", MatrixLayout("sd2+tp2(ep2)", nproc=4, tp=2, sharding=2, split_param=True, ep=2)),
+        ("tp2+pp2+sd2", MatrixLayout("tp2+pp2+sd2", nproc=8, tp=2, pp=2, sharding=2, split_param=True)),
+    ],
+)
+def test_a_name_describes_the_layout_of_ranks(name: str, expected: MatrixLayout) -> None:
+    assert parse_layout(name) == expected
+    assert layout_from(expected.to_json()) == expected
+    assert expected.grid.world_size == expected.nproc
+
+
+@pytest.mark.parametrize("name", ["", "xp2", "tp2+tp2", "sd2v3", "ep2", "vpp2"])
+def test_what_is_no_name_is_refused_with_the_part_that_is_not_understood(name: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse_layout(name)
+    assert repr(name) in caught.value.render()
+
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "verification"
 SMALL: dict[str, Any] = {
@@ -24,9 +52,8 @@ SMALL: dict[str, Any] = {
     "sources": ["dp1", "tp2"],
     "targets": ["pp2"],
 }
-RIGHT = CellOutcome(
-    "dp1->pp2", "f", tensors=3, export_equal=True, expected=(4.0, 3.0, 2.0), losses=(4.0, 3.0, 2.0), seconds=1.0
-)
+LOSSES = (4.0, 3.0, 2.0)
+RIGHT = CellOutcome("dp1->pp2", "f", tensors=3, export_equal=True, expected=LOSSES, losses=LOSSES)
 
 
 def written(tmp_path: Path, **changes: Any) -> Path:
@@ -39,19 +66,21 @@ def written(tmp_path: Path, **changes: Any) -> Path:
     ("name", "rows", "columns"),
     [("llama2", 10, 10), ("ernie4_5_moe", 8, 8), ("qwen3", 4, 4), ("qwen3_moe", 4, 4), ("qwen2_5_vl", 4, 5)],
 )
-def test_the_recipes_are_the_public_matrices(name: str, rows: int, columns: int) -> None:
+def test_a_recipe_is_the_published_matrix_which_is_complete_and_right(name: str, rows: int, columns: int) -> None:
     recipe = read_recipe(RECIPES / f"{name}.yaml")
-    cells = cells_of(recipe)
-    assert (len(recipe.sources), len(recipe.targets), len(cells)) == (rows, columns, rows * columns)
-    assert len({cell.name for cell in cells}) == rows * columns
+    total = len({cell.name for cell in cells_of(recipe)})
+    assert (len(recipe.sources), len(recipe.targets), total) == (rows, columns, rows * columns)
+    page = (RECIPES.parents[1] / "docs" / "results" / f"{name}.md").read_text()
+    assert f"* {total} of {total} cells: every tensor md5-equal" in page
+    assert f"* {total} of {total} cells: the exports" in page
+    assert "wrong" not in page
 
 
 def test_prediction_layers_are_held_where_either_side_is_a_pipeline() -> None:
-    held = {cell.name for cell in cells_of(read_recipe(RECIPES / "ernie4_5_moe.yaml")) if cell.hold_predictions}
-    assert "dp2->pp2" in held
-    assert "pp2->dp4" in held
-    assert "dp2->tp4" not in held
-    assert len(held) == 64 - 6 * 6
+    cells = cells_of(read_recipe(RECIPES / "ernie4_5_moe.yaml"))
+    held = {cell.name: cell.hold_predictions for cell in cells}
+    assert (held["dp2->pp2"], held["pp2->dp4"], held["dp2->tp4"]) == (True, True, False)
+    assert sum(held.values()) == 64 - 6 * 6
 
 
 def run(tmp_path: Path, recipe: Path, *more: str) -> int:
@@ -61,29 +90,22 @@ def run(tmp_path: Path, recipe: Path, *more: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "faults"),
+    ("changes", "fault"),
     [
-        ("tp3", ["vocab_size=128 is not divisible by tp=3", "num_key_value_heads=2 is not divisible by tp=3"]),
-        ("sd2s3+tp2", ["stage=3 with tp=2: only stages 1 and 2 support tensor parallelism"]),
+        ({"sources": ["tp2", "tp3"]}, "tp3: vocab_size=128 is not divisible by tp=3"),
+        ({"sources": ["sd2s3+tp2"]}, "sd2s3+tp2: stage=3 with tp=2: only stages 1 and 2 support tensor parallelism"),
+        ({"colour": "red"}, "colour"),
+        ({"micro_batch": "1"}, "micro_batch"),
     ],
 )
-def test_layouts_of_a_recipe_are_refused_as_those_of_the_plan_verb_are(
-    tmp_path: Path, name: str, faults: list[str]
-) -> None:
-    model = {"num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2, "moe_num_experts": 6}
-    recipe = written(tmp_path, model_type="ernie4_5_moe", model=model, sources=["tp2+pp4vpp2", name])
+def test_an_invalid_recipe_is_rejected_with_its_faults(tmp_path: Path, changes: dict[str, Any], fault: str) -> None:
+    recipe = written(tmp_path, **changes)
     with pytest.raises(OptionError) as caught:
         read_recipe(recipe)
-    assert list(caught.value.evidence[: len(faults)]) == [f"{name}: {fault}" for fault in faults]
+    assert caught.value.where == str(recipe)
+    assert fault in caught.value.evidence[0]
     assert run(tmp_path, recipe) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.yaml"]
-
-
-@pytest.mark.parametrize("changes", [{"colour": "red"}, {"micro_batch": "1"}])
-def test_what_is_no_recipe_is_refused_by_its_file(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with pytest.raises(OptionError) as caught:
-        read_recipe(written(tmp_path, **changes))
-    assert caught.value.where == str(tmp_path / "small.yaml")
+    assert list(tmp_path.iterdir()) == [recipe]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +152,7 @@ def test_a_matrix_is_continued_and_a_cell_that_fails_keeps_its_logs_and_the_comm
     assert record.stat().st_mtime_ns == before
     printed = capsys.readouterr().out
     assert f"again: {PROGRAM} {recipe} --only 'dp1->pp2vpp2'" in printed
-    logs = tmp_path / "work" / "small" / "cells" / "dp1-to-pp2vpp2"
+    logs = record.with_name("dp1-to-pp2vpp2")
     assert f"logs: {logs}" in printed
     assert "AssertionError" in (logs / "there" / "logs" / "rank-00000.log").read_text()
     assert "**wrong**" in (tmp_path / "docs" / "small.md").read_text()
@@ -147,10 +169,9 @@ def test_the_document_has_equal_a_number_or_wrong_and_explains_what_is_larger(tm
         msgspec.structs.replace(RIGHT, name="sd2->pp2", **larger),
         msgspec.structs.replace(RIGHT, name="dp2->pp2", unequal=("model_state a under pp2",)),
     ]
-    cells = cells_of(recipe)
-    known = {cell.name: None for cell in cells} | {one.name: one for one in outcomes}
+    known = {cell.name: None for cell in cells_of(recipe)} | {one.name: one for one in outcomes}
     found = CellDigests("Clipping", "f", {"as it is": ((4.0, 3.0), (4.0, 3.25)), "without": ((4.0,), (4.0,))})
-    report.write(recipe, cells, known, [found], tmp_path / "page")
+    report.write(recipe, known, [found], tmp_path / "page")
     page = (tmp_path / "page.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| **")]
     assert rows == [
@@ -166,9 +187,26 @@ def test_the_document_has_equal_a_number_or_wrong_and_explains_what_is_larger(tm
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_published_tables_are_whole_and_right() -> None:
-    for name, total in (("llama2", 100), ("ernie4_5_moe", 64), ("qwen3", 16), ("qwen2_5_vl", 20), ("qwen3_moe", 16)):
-        page = (RECIPES.parents[1] / "docs" / "results" / f"{name}.md").read_text()
-        assert f"* {total} of {total} cells: every tensor md5-equal" in page
-        assert f"* {total} of {total} cells: the exports" in page
-        assert "wrong" not in page
+def hue(text: str) -> float:
+    return colorsys.rgb_to_hsv(*colour_of(text))[0]
+
+
+def test_right_has_one_hue_that_is_darker_with_more_rounding_and_wrong_has_another() -> None:
+    right = [EQUAL, "1.0e-09", "4.8e-07", "6.9e-03", "2.0e-01 ¹"]
+    assert max(map(hue, right)) - min(map(hue, right)) < 0.02
+    assert abs(hue(WRONG) - hue(EQUAL)) > 0.3
+    shades = [sum(colour_of(text)) for text in (EQUAL, "1.0e-07", "4.8e-07", "2.0e-05", "1.0e-02")]
+    assert shades == sorted(shades, reverse=True)
+    assert len(set(shades)) == len(shades)
+    assert sum(colour_of(EQUAL)) - sum(colour_of("4.8e-07")) < 0.5
+    assert len({round(one, 3) for one in colour_of(NOT_RUN)}) == 1
+
+
+def test_the_cells_of_a_picture_have_these_colours(tmp_path: Path) -> None:
+    from matplotlib import image
+
+    draw("title", ["a", "b"], ["c", "d"], [[EQUAL, "4.8e-07"], [WRONG, NOT_RUN]], tmp_path / "one.png")
+    pixels = np.round(image.imread(tmp_path / "one.png")[..., :3], 2).reshape(-1, 3)
+    for text in (EQUAL, "4.8e-07", WRONG, NOT_RUN):
+        share = np.isclose(pixels, colour_of(text), atol=0.011).all(axis=1).mean()
+        assert share > 0.05, text

@@ -13,8 +13,7 @@ import pytest
 from msgspec import structs
 
 from verification.digests import canonical_digests
-from verification.matrix.jobs import SAVED_AT
-from verification.matrix.recipe import Recipe, cells_of
+from verification.matrix.recipe import SAVED_AT, Recipe, cells_of
 from verification.matrix.report import reason
 from verification.matrix.running import Workshop
 

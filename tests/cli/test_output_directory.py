@@ -1,8 +1,10 @@
-"""``clean`` removes the leftovers that a user confirms, and ``inspect`` lists them."""
+"""``list`` and ``inspect`` show an output directory, and ``clean`` removes the leftovers that a user confirms."""
 
 from __future__ import annotations
 
 import io
+import re
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,8 +16,61 @@ from paddleformers_fc.execute import output_directory
 from paddleformers_fc.storage.commit import locked, staging_directory
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.paths import LOCK_NAME
-from tests.cli.support import Outcome, run
+from tests.cli.support import document_of, run
 from tests.storage.support import save
+
+
+@pytest.fixture
+def listed_dir(one: Path, four: Path, tmp_path: Path) -> Iterator[Path]:
+    """A checkpoint of four ranks, an incomplete one, one of another format, and a save that is running."""
+    shutil.copytree(four, tmp_path / "checkpoint-3")
+    broken = Path(shutil.copytree(one, tmp_path / "checkpoint-9"))
+    (broken / "model_state/rank-00000.safetensors").unlink()
+    (tmp_path / "checkpoint-5").mkdir()
+    with staging_directory(tmp_path / "checkpoint-7"):
+        yield tmp_path
+
+
+def test_every_checkpoint_has_its_step_layout_size_and_state(listed_dir: Path, four: Path) -> None:
+    shown = document_of("list", listed_dir)
+    found = {one["name"]: one for one in shown["checkpoints"]}
+    assert list(found) == ["checkpoint-9", "checkpoint-5", "checkpoint-3"]
+    whole = found["checkpoint-3"]
+    assert (whole["step"], whole["world_size"], whole["parallel"]["tp"], whole["fault"]) == (3, 4, 2, "")
+    assert whole["bytes"] == run("inspect", four, "--json").document["bytes"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", whole["time"])
+    assert "step 3" in found["checkpoint-9"]["fault"]
+    assert (found["checkpoint-5"]["kind"], found["checkpoint-5"]["step"]) == ("", None)
+    assert "no flex_checkpoint.json" in found["checkpoint-5"]["fault"]
+
+
+def test_the_text_shows_which_are_whole_and_counts_leftovers(listed_dir: Path) -> None:
+    lines = run("list", listed_dir).out.splitlines()
+    rows = {line.split()[0]: line for line in lines if line.startswith("  checkpoint-") and ":" not in line.split()[0]}
+    assert "tp=2" in rows["checkpoint-3"]
+    assert rows["checkpoint-3"].split()[-1] == "OK"
+    assert {rows[name].split()[-1] for name in ("checkpoint-5", "checkpoint-9")} == {"FAILED"}
+    assert lines[-1].startswith("3 checkpoints, 1 complete, ")
+    assert lines[-1].endswith("; 1 leftover")
+    assert any("A running save uses it." in line for line in lines)
+
+
+def test_an_empty_directory_has_no_checkpoints(tmp_path: Path) -> None:
+    outcome = run("list", tmp_path, "--json")
+    expected = {"path": str(tmp_path), "checkpoints": [], "leftovers": [], "local": None}
+    assert (outcome.code, outcome.document) == (0, expected)
+    assert "0 checkpoints" in run("list", tmp_path).out
+
+
+def test_a_parent_of_output_directories_names_them(listed_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    parent = tmp_path_factory.mktemp("parent")
+    for name in ("runs/first", "second"):
+        shutil.copytree(listed_dir / "checkpoint-3", parent / name / "checkpoint-3")
+    (parent / "empty").mkdir()
+    lines = run("list", parent).out.splitlines()
+    assert lines[1].startswith("0 checkpoints, ")
+    assert lines[2:] == ["Subdirectories with checkpoints; list one of them:", "  runs/first", "  second"]
+
 
 NOBODYS = ".checkpoint-8.unfinished-0123456789ab"
 ALIVE = ".checkpoint-7."
@@ -46,27 +101,20 @@ WHOLE = {"checkpoint-3", "checkpoint-4", ALIVE}
 LEFT = {DEAD, NOBODYS, KEPT}
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, answers: str, output_dir: Path) -> Outcome:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
-    return run("clean", output_dir)
-
-
 def test_all_leftovers_are_removed_except_checkpoints_and_a_running_save(output_dir: Path) -> None:
-    outcome = run("clean", output_dir, "--yes", "--json")
-    assert outcome.code == 0
+    found = document_of("clean", output_dir, "--yes")
     assert names(output_dir) == WHOLE
-    assert {one["name"] for one in outcome.document["removed"]} == LEFT
-    (left,) = outcome.document["left"]
+    assert {one["name"] for one in found["removed"]} == LEFT
+    (left,) = found["left"]
     assert left["name"].startswith(ALIVE)
     assert not left["removable"]
     assert read_manifest(output_dir / "checkpoint-4").step == 4
 
 
 def test_json_without_yes_lists_leftovers_and_keeps_them(output_dir: Path) -> None:
-    outcome = run("clean", output_dir, "--json")
-    assert outcome.code == 0
-    assert outcome.document["removed"] == []
-    listed = {one["name"]: (one["bytes"] >= 3, one["removable"]) for one in outcome.document["left"]}
+    found = document_of("clean", output_dir)
+    assert found["removed"] == []
+    listed = {one["name"]: (one["bytes"] >= 3, one["removable"]) for one in found["left"]}
     assert {name: listed[name] for name in LEFT} == dict.fromkeys(LEFT, (True, True))
     assert names(output_dir) == WHOLE | LEFT
 
@@ -76,13 +124,10 @@ def test_every_removal_is_confirmed(output_dir: Path, monkeypatch: pytest.Monkey
     asked = [one["name"] for one in found if one["removable"]]
     one_of_them = "".join("y\n" if name == NOBODYS else "n\n" for name in asked)
     # An answer that is missing is no answer.
-    for answers, code, gone in (
-        ("", 130, set()),
-        ("\n" * 3, 0, set()),
-        (one_of_them, 0, {NOBODYS}),
-        ("y\n" * 2, 0, LEFT),
-    ):
-        assert answering(monkeypatch, answers, output_dir).code == code
+    answered = [("", 130, set()), ("\n" * 3, 0, set()), (one_of_them, 0, {NOBODYS}), ("y\n" * 2, 0, LEFT)]
+    for answers, code, gone in answered:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
+        assert run("clean", output_dir).code == code
         assert names(output_dir) == (WHOLE | LEFT) - gone
 
 
@@ -107,18 +152,12 @@ def test_a_save_that_begins_during_a_cleanup_is_kept(output_dir: Path) -> None:
         assert DEAD not in names(output_dir)
 
 
-def test_a_checkpoint_is_not_accepted_as_output_directory(output_dir: Path) -> None:
-    outcome = run("clean", output_dir / "checkpoint-4", "--yes")
-    assert outcome.code == 2
-    assert "is a checkpoint" in outcome.err
-    assert run("clean", output_dir / "absent", "--yes").code == 2
-
-
 def test_inspect_lists_checkpoints_and_leftovers(output_dir: Path) -> None:
     (output_dir / "checkpoint-3").rename(output_dir / "checkpoint-5")
     document = run("inspect", output_dir, "--json").document
     assert document["kind"] == "output_directory"
     faults = {one["name"]: one["fault"] for one in document["output"]["checkpoints"]}
+    assert list(faults) == ["checkpoint-5", "checkpoint-4"]
     assert faults["checkpoint-4"] == ""
     assert "contains step 3: rename it to checkpoint-3" in faults["checkpoint-5"]
     assert {one["name"] for one in document["output"]["leftovers"]} > LEFT
