@@ -278,8 +278,8 @@ class TensorHasher:
     """Computes the md5 of tensors from pieces that several threads read.
 
     The pieces of a tensor are hashed in order: a thread with a later piece waits for the thread with the piece before
-    it. Threads must therefore take the pieces in order. A thread uses it as a context manager, so that an error releases
-    the others.
+    it. Threads must therefore take the pieces in order. Each uses the hasher as a context manager, so that its error
+    releases the others.
 
     Attributes:
         digests: the md5 of every complete tensor by name.
