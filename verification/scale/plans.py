@@ -62,8 +62,8 @@ def reads_of(checkpoint: OpenedCheckpoint, model: SimulatedModel) -> tuple[int, 
         key = msgspec.msgpack.encode(layout)
         if key not in known:
             plan = plan_reads(source, layout)
-            shared = SharedReads.of(plan, live_weights(layout), options)
-            known[key] = _size([item.stored for item in plan.items]), *shared
+            own = SharedReads.of(plan, live_weights(layout), options)
+            known[key] = _size([item.stored for item in plan.items]), *own
         ranks.append(known[key])
     messages = [message for _, message, _ in ranks]
     read = [float(size) for size, *_ in ranks]
