@@ -65,13 +65,12 @@ def load(
     roles: Roles,
     verify: str = "size",
     aoa: Mapping[str, object] | None = None,
-    channel: Channel = ALONE,
     described: ModelDescription = MODEL,
 ) -> Load:
     """Load a flex checkpoint into live weights."""
 
     def work() -> None:
-        load_checkpoint(open_on_all_ranks(directory, channel, verify), roles, described, channel, aoa_config=aoa)
+        load_checkpoint(open_on_all_ranks(directory, ALONE, verify), roles, described, ALONE, aoa_config=aoa)
 
     return _watched(roles, work)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,54 +54,13 @@ def over_reading(ratio: float) -> Any:
     return mock.patch.object(operations, "MAX_OVER_READ", ratio)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A row-major box in the file.
-
-    Args:
-        shape: its lengths.
-        dtype: of its elements.
-        gap: bytes before it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    gap: int
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A box of a stored one, and what it goes into.
-
-    Args:
-        number: of the stored box.
-        lo: its first coordinate.
-        size: its lengths.
-        dtype: of the target.
-        order: the axes of the target.
-        margins: elements beside the box in the target.
-        skew: bytes before the target.
-    """
-
-    number: int
-    lo: tuple[int, ...]
-    size: tuple[int, ...]
-    dtype: np.dtype[Any]
-    order: tuple[int, ...]
-    margins: tuple[int, ...]
-    skew: int
-
-
-@dataclass(frozen=True)
-class Case:
-    """Boxes of one file, and how they are read."""
-
-    stored: tuple[Stored, ...]
-    wanted: tuple[Wanted, ...]
-    options: ReadOptions
-    over_read: float
-    block_bytes: int
-    owned: frozenset[int]
+Stored = namedtuple("Stored", "shape dtype gap")
+"""A row-major box in the file: its lengths, the type of its elements, and the bytes before it."""
+Wanted = namedtuple("Wanted", "number lo size dtype order margins skew")
+"""A part of the stored box of a number, from a first coordinate on, and the target that it goes into: its type, its
+axes, the elements beside the part in the target, and the bytes before the target."""
+Case = namedtuple("Case", "stored wanted options over_read block_bytes owned")
+"""Boxes of one file, and how they are read."""
 
 
 @st.composite
