@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from paddleformers_fc.errors import Corrupt, MismatchError, OptionError, StorageError
+from paddleformers_fc.errors import Corrupt, MismatchError, StorageError
 from paddleformers_fc.execute.reading import ArraySlot, cut_large_shards, execute_reads, fill_arrays, verify_equal
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
@@ -556,9 +556,3 @@ def test_pairs_that_differ_anywhere_are_found(tmp_path: Path) -> None:
     with pytest.raises(MismatchError) as caught:
         verify_equal((EqualCheck("top", *top), EqualCheck("all", *sides)), tmp_path)
     assert caught.value.evidence == ("all: matrix and other differ",)
-
-
-@pytest.mark.parametrize("wrong", [{"threads": 0}, {"staging_memory_bytes": 0}])
-def test_options_that_nothing_can_be_read_with_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=next(iter(wrong))):
-        ReadOptions(**wrong)
