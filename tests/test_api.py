@@ -28,7 +28,7 @@ Checkpoint.explain(self, name: 'str') -> 'Explanation'
 Checkpoint.export(self, directory: 'Location', *, max_shard_bytes: 'int' = 5000000000, \
 verify: 'str' = 'full', replace: 'bool' = False, tied: 'str' = 'refuse', \
 format: 'str' = '', base: 'Location | None' = None, accept_base: 'bool' = False, \
-role: 'str' = 'model_state', dtype: 'str' = '') -> 'ExportReport'
+role: 'str' = 'model_state', dtype: 'str' = '', md5: 'bool' = False) -> 'ExportReport'
 Checkpoint.metadata
 Checkpoint.plan(self, layout: 'str', dtype: 'str | None' = None, \
 aoa_config: 'Mapping[str, object] | None' = None) -> 'GridPlan'
