@@ -97,7 +97,7 @@ class Runs:
             "model": dict(model),
             "export": None if resume else str(output_dir / "export"),
         }
-        values = self._ranks.run(f"{JOBS}:train", layout.nproc, job, LIMIT).values
+        values = self._ranks.run(f"{JOBS}:train", layout.nproc, job).values
         assert values[0]["saved"] == ["checkpoint-2", "checkpoint-4"]
         losses: list[float] = values[0]["losses"]
         return losses
@@ -224,20 +224,20 @@ def test_averages_are_saved_in_and_beside_the_steps_and_loaded_under_another_lay
     found = []
     for name, more in (("in", {}), ("beside", {"flex_async_save": True})):
         given = {**job, "output_dir": str(tmp_path / name), "settings": {**averaged, **more}}
-        losses = ranks.run(f"{JOBS}:train", 2, given, LIMIT).values[0]["losses"]
+        losses = ranks.run(f"{JOBS}:train", 2, given).values[0]["losses"]
         found.append((losses, *(digests(tmp_path / name / f"checkpoint-{step}") for step in (2, 4))))
     assert found[0] == found[1]
     stored = found[0][1]
     assert sum(role == "ema_state" for role, _ in stored) == sum(role == "model_state" for role, _ in stored)
     there = {"layout": replace(TP2, bf16=True).to_json(), "output_dir": str(tmp_path / "there")}
-    ranks.run(f"{JOBS}:train", 2, {**job, **there, "resume": str(tmp_path / "in" / "checkpoint-2")}, LIMIT)
+    ranks.run(f"{JOBS}:train", 2, {**job, **there, "resume": str(tmp_path / "in" / "checkpoint-2")})
     assert digests(tmp_path / "there" / "checkpoint-2") == stored
 
 
 def test_an_evaluation_has_the_averaged_weights(ranks: ForkServer, tmp_path: Path) -> None:
     def losses(**settings: Any) -> list[float]:
         job = {"layout": SD2V2.to_json(), "output_dir": str(tmp_path), "settings": {"max_steps": 2, **settings}}
-        return list(ranks.run(f"{JOBS}:evaluated", 2, job, LIMIT).values[0])
+        return list(ranks.run(f"{JOBS}:evaluated", 2, job).values[0])
 
     plain, averaged = losses(), losses(flex_ema_decay=0.9, flex_ema_evaluate=True)
     assert plain[0] == averaged[0], "the first update is a copy"
@@ -247,13 +247,13 @@ def test_an_evaluation_has_the_averaged_weights(ranks: ForkServer, tmp_path: Pat
 def test_open_weights_are_read_under_tensor_parallelism(runs: Runs, ranks: ForkServer, tmp_path: Path) -> None:
     output, _ = runs.whole("llama", SINGLE, {})
     job = {"directory": str(output / "export"), "layout": TP2.to_json(), "output_dir": str(tmp_path)}
-    ranks.run(f"{JOBS}:from_open_weights", TP2.nproc, job, LIMIT)
+    ranks.run(f"{JOBS}:from_open_weights", TP2.nproc, job)
     exported = paddleformers_fc.open(str(tmp_path / "export"))
     assert exported.diff(paddleformers_fc.open(str(output / "export")), role="model_state").equal
 
 
 def test_what_is_not_supported_is_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
-    (errors,) = ranks.run(f"{JOBS}:refusals", 1, {"output_dir": str(tmp_path)}, LIMIT).values
+    (errors,) = ranks.run(f"{JOBS}:refusals", 1, {"output_dir": str(tmp_path)}).values
     texts = {
         "stage2": "sharding",
         "adafactor": "optim",
@@ -269,10 +269,10 @@ def test_what_is_not_supported_is_refused_by_name(ranks: ForkServer, tmp_path: P
 
 
 def test_install_is_enough_for_the_trainer_of_paddlenlp(ranks: ForkServer, tmp_path: Path) -> None:
-    (names,) = ranks.run(f"{JOBS}:installed", 1, {"output_dir": str(tmp_path)}, LIMIT).values
+    (names,) = ranks.run(f"{JOBS}:installed", 1, {"output_dir": str(tmp_path)}).values
     assert "flex_checkpoint.json" in names
 
 
 def test_the_installed_paddlenlp_is_the_one_of_the_table_of_hooks(ranks: ForkServer) -> None:
-    (lines,) = ranks.run(f"{JOBS}:hooks", 1, {}, LIMIT).values
+    (lines,) = ranks.run(f"{JOBS}:hooks", 1, {}).values
     assert lines == []
