@@ -116,7 +116,7 @@ def test_every_requirement_has_a_lower_bound(built: Built) -> None:
     assert not [str(one) for one in requirements if not any(s.operator in (">=", "==") for s in one.specifier)]
 
 
-def test_the_long_description_has_no_relative_link_but_the_repository_if_known(built: Built, tmp_path: Path) -> None:
+def test_the_long_description_has_no_relative_link_and_leads_to_a_known_repository(built: Built) -> None:
     described = str(built.metadata.get_payload())
     assert "[commands]" not in described
     assert not _relative(described)

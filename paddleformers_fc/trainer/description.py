@@ -1,4 +1,4 @@
-"""Describe a live model: its class, its resolved configuration and its LoRA adapters.
+"""Describe a live model: its class, its resolved configuration, its LoRA adapters, and the order of rows of experts.
 
 PaddleFormers serialises a configuration without default values and without keys that training arguments may set, some
 of which determine names and layouts of tensors. All values are therefore read from the live object, not from a file.
@@ -203,11 +203,11 @@ def _plain(value: Any) -> Any:
     return _NO_JSON
 
 
-_OPTION = "using_sonic_moe"
-_NATIVE = "InterleaveGateUpCallback"
+_SONIC_MOE = "using_sonic_moe"
+_NATIVE_INTERLEAVING = "InterleaveGateUpCallback"
 SWITCH = "SonicMoELayoutSwitchCallback"
-_INTERLEAVED = "_flex_experts_alternate"
-BETWEEN_STEPS = {_OPTION: False, "moe_expert_fusion": True}
+_ALTERNATING = "_flex_experts_alternate"
+BETWEEN_STEPS = {_SONIC_MOE: False, "moe_expert_fusion": True}
 """The configuration between steps of a model whose rows are interleaved in every step."""
 
 
@@ -218,7 +218,7 @@ def is_switched() -> bool:
 
 def alternates(model: Any) -> bool:
     """Return whether rows of gate and up alternate in the stacks of a live model."""
-    return bool(getattr(unwrap_model(model), _INTERLEAVED, False))
+    return bool(getattr(unwrap_model(model), _ALTERNATING, False))
 
 
 def described_rows(model: Any, weights: dict[str, Any]) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _paired(name: str, weight: Any) -> Any:
             "Rows of gate and up of an expert are on different ranks.",
             where=name,
             evidence=[f"shape {list(weight.local_shape)} of {list(weight.global_shape)}"],
-            next_step=f"Remove {_OPTION}, or train with PaddleFormers 1.2.0 and PaddleFleet 0.3.0.",
+            next_step=f"Remove {_SONIC_MOE}, or train with PaddleFormers 1.2.0 and PaddleFleet 0.3.0.",
         )
     local_shape, global_shape, offset = ((rows // 2, 2 * width) for rows, width in ranges)
     return ShardedWeight(name, weight.local_tensor, local_shape, global_shape, offset)
@@ -253,12 +253,12 @@ def filled_from_run(trainer: Any) -> Iterator[None]:
     """Context manager around a load from a checkpoint of a run, in which rows alternate."""
     model = unwrap_model(trainer.model)
     before = alternates(model)
-    if getattr(trainer.args, _OPTION, False) and not is_switched():
-        setattr(model, _INTERLEAVED, True)
+    if getattr(trainer.args, _SONIC_MOE, False) and not is_switched():
+        setattr(model, _ALTERNATING, True)
     try:
         yield
     except BaseException:
-        setattr(model, _INTERLEAVED, before)
+        setattr(model, _ALTERNATING, before)
         raise
 
 
@@ -273,24 +273,24 @@ def check_sonic_moe(trainer: Any, config: dict[str, Any]) -> None:
             rows.
     """
     if (
-        not getattr(trainer.args, _OPTION, False)
+        not getattr(trainer.args, _SONIC_MOE, False)
         or is_switched()
         or not any(map(_is_stack, trainer.model.state_dict()))
     ):
         return
     if has_adapters(trainer.model):
         why = "adapters are not supported with it"
-    elif not config.get(_OPTION):
+    elif not config.get(_SONIC_MOE):
         why = "the model was built without it"
     elif not is_known(config) or ALTERNATES not in family_keys(family_for(config)):
         why = f"family {config['model_type']} declares no experts whose rows alternate"
     else:
         return
     raise OptionError(
-        f"{_OPTION}: true is not supported for this model.",
+        f"{_SONIC_MOE}: true is not supported for this model.",
         where=type(trainer.model).__name__,
         evidence=[why],
-        next_step=f"Remove {_OPTION}.",
+        next_step=f"Remove {_SONIC_MOE}.",
     )
 
 
@@ -300,21 +300,22 @@ def alternate_before_training(trainer: Any) -> None:
     Raises:
         EnvironmentMismatch: this PaddleFormers has no such callback.
     """
-    found = [one for one in trainer.callback_handler.callbacks if type(one).__name__ == _NATIVE]
+    found = [one for one in trainer.callback_handler.callbacks if type(one).__name__ == _NATIVE_INTERLEAVING]
     if not found and not is_switched():
         raise EnvironmentMismatch(
-            f"{_OPTION} is true, and the Trainer has no {_NATIVE}: the order of rows in experts is unknown.",
+            f"{_SONIC_MOE} is true, and the Trainer has no {_NATIVE_INTERLEAVING}: the order of rows in experts is "
+            "unknown.",
             where="on_train_begin",
-            next_step=f"Remove {_OPTION}, or use PaddleFormers 1.2.0.",
+            next_step=f"Remove {_SONIC_MOE}, or use PaddleFormers 1.2.0.",
         )
     model = unwrap_model(trainer.model)
     if found and not alternates(model):
         for name, tensor in model.state_dict().items():
             if _is_stack(name):
                 found[-1].interleave_gate_up_proj(tensor)
-        setattr(model, _INTERLEAVED, True)
+        setattr(model, _ALTERNATING, True)
     for native in found:
-        native.resume_from_checkpoint = _INTERLEAVED  # Any value other than None disables it.
+        native.resume_from_checkpoint = _ALTERNATING  # Any value other than None disables it.
 
 
 def _is_stack(name: str) -> bool:

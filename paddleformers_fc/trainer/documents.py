@@ -7,14 +7,14 @@
 ``trainer/optimizer_scheduler.json``  the optimizer's own learning-rate scheduler, if it has one
 ``trainer/scaler.json``               the loss scaler of float16 runs
 ``trainer/data.json``                 the position of the run in its data (:mod:`.position`)
-``trainer/reference.json``            the reference model of preference training
+``trainer/reference.json``            the reference model of preference training (:mod:`.models`)
 ``trainer/ema.json``                  the moving average of the weights (:mod:`.ema`)
 ``trainer/arguments.json``            the training arguments, for readers
 ``trainer/rng-00000.json``            the random generators of one process
 ====================================  ================================================================================
 
-All except the tokenizer are a few kilobytes. Files that other libraries write go through a temporary directory, so
-that they are checksummed and committed like all others.
+All except the tokenizer are small: random generators take about 30 kB, other files a few kilobytes. Files that other
+libraries write go through a temporary directory, so that they are checksummed and committed like all others.
 
 PaddleFormers drops and overwrites keys of ``config.json`` and does not read generation settings for flex checkpoints.
 A model therefore keeps the ``config.json`` and ``generation_config.json`` of the weights that it started or resumed
@@ -63,10 +63,17 @@ from paddleformers_fc.storage.files import files_within, read_file
 from paddleformers_fc.storage.json_io import parse_json
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.paths import AnyPath, mask_credentials
-from paddleformers_fc.storage.state_json import decode_object, encode
-from paddleformers_fc.trainer import description, library
+from paddleformers_fc.trainer import description
 from paddleformers_fc.trainer.description import base_model, config_of, describe_config, describe_model
-from paddleformers_fc.trainer.library import GenerationConfig, PretrainedConfig, TrainerState, logger, unwrap_model
+from paddleformers_fc.trainer.library import (
+    GenerationConfig,
+    LlmMetaConfig,
+    PretrainedConfig,
+    TrainerState,
+    get_parameter_dtype,
+    logger,
+    unwrap_model,
+)
 from paddleformers_fc.trainer.optimizers import has_states, innermost
 from paddleformers_fc.trainer.options import FlexFields
 
@@ -120,7 +127,7 @@ def take_over(model: Any, config: Mapping[str, Any], generation: bytes | None) -
         generation: the bytes of ``generation_config.json``; None if there is none.
     """
     # Configurations that PaddleFormers wrote may also contain keys of a run.
-    run_keys = library.LlmMetaConfig._get_unsavable_keys() - OVERWRITTEN
+    run_keys = LlmMetaConfig._get_unsavable_keys() - OVERWRITTEN
     kept = {key: value for key, value in with_older_keys(config).items() if key not in run_keys}
     now = replace(of(model), config={**of(model).config, **kept})
     if kept:
@@ -280,7 +287,7 @@ def _capture_config(model: Any) -> Callable[[], dict[str, Any]]:
     config = copy.deepcopy(config_of(model))
     if not config.architectures:
         config.architectures = [type(model).__name__.removesuffix("Pipe")]
-    dtype = library.get_parameter_dtype(model)
+    dtype = get_parameter_dtype(model)
     if dtype is not None:
         config.dtype = str(dtype).rpartition(".")[2]
     config.tensor_model_parallel_size = 1
@@ -707,7 +714,10 @@ _Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class _GeneratorRecord(msgspec.Struct, forbid_unknown_fields=True):
-    """A generator of Paddle. The engine's state is a text of decimal numbers, which Paddle parses without checks."""
+    """A generator of Paddle, stored without pickle.
+
+    The engine's state is a text of decimal numbers, which Paddle parses without checks.
+    """
 
     device: _Word
     seed: int
@@ -727,7 +737,10 @@ class _Generators(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def capture_generators(world_size: int, hybrid: bool) -> Callable[[], bytes]:
-    """Capture the state of this process's generators, and return a function that encodes it as JSON.
+    """Capture the state of this process's generators, and return a function that encodes it as JSON, of about 30 kB.
+
+    The generators are Python's, numpy's, Paddle's for the device and the CPU, and those of the hybrid-parallel tracker,
+    which drive dropout under tensor parallelism.
 
     Args:
         world_size: number of processes, which must be the same at the restore.
@@ -742,7 +755,7 @@ def capture_generators(world_size: int, hybrid: bool) -> Callable[[], bytes]:
         "device": [_to_record(state) for state in paddle.get_rng_state()],
         "hybrid_parallel": {name: [_to_record(state) for state in states] for name, states in tracked.items()},
     }
-    return partial(encode, captured, "random generators")
+    return partial(state_json.encode, captured, "random generators")
 
 
 def restore_generators(raw: bytes, where: str, world_size: int, hybrid: bool, tensor_parallel: bool) -> bool:
@@ -762,7 +775,7 @@ def restore_generators(raw: bytes, where: str, world_size: int, hybrid: bool, te
         FormatError: the file is damaged.
     """
     try:
-        state = msgspec.convert(decode_object(raw, where), type=_Generators)
+        state = msgspec.convert(state_json.decode_object(raw, where), type=_Generators)
         if state.world_size != world_size:
             return False
         # Validate on throwaway generators: an invalid state must not leave only some generators restored.

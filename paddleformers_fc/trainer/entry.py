@@ -22,8 +22,16 @@ from typing import Any
 
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch
-from paddleformers_fc.trainer import library, options
-from paddleformers_fc.trainer.library import NAME, PdArgumentParser, Trainer, TrainingArguments, logger
+from paddleformers_fc.trainer import options
+from paddleformers_fc.trainer.library import (
+    HOOKS,
+    LOAD_METHOD,
+    NAME,
+    PdArgumentParser,
+    Trainer,
+    TrainingArguments,
+    logger,
+)
 from paddleformers_fc.trainer.options import FIELD_NAMES, FlexFields, check_settings, unknown_keys
 from paddleformers_fc.trainer.stock_keys import check_values, describe
 from paddleformers_fc.upstream import LIBRARY
@@ -44,10 +52,11 @@ def replaced() -> Iterator[tuple[Place, Any]]:
     constructor, they run only if the Trainer's arguments enable this package.
     """
     from paddleformers_fc.trainer import ema_weights, loading, pretrained, save, startup
+    from paddleformers_fc.trainer.library import LoRAModel, PretrainedModel
 
     methods: dict[str, Method] = {
         "train": loading.train,
-        library.LOAD_METHOD: loading.load,
+        LOAD_METHOD: loading.load,
         "_inner_training_loop": loading.inner_training_loop,
         "_maybe_log_save_evaluate": save.log_save_evaluate,
         "_save_checkpoint": save.save,
@@ -66,8 +75,8 @@ def replaced() -> Iterator[tuple[Place, Any]]:
     yield (Trainer, "__init__"), _method(Trainer.__init__, construct)
     for name, replacement in methods.items():
         yield (Trainer, name), _method(getattr(Trainer, name), replacement, only_when_active=True)
-    yield (library.PretrainedModel, "from_pretrained"), pretrained.replaced_from_pretrained(library.PretrainedModel)
-    yield (library.LoRAModel, "from_pretrained"), pretrained.replaced_from_adapters(library.LoRAModel)
+    yield (PretrainedModel, "from_pretrained"), pretrained.replaced_from_pretrained(PretrainedModel)
+    yield (LoRAModel, "from_pretrained"), pretrained.replaced_from_adapters(LoRAModel)
 
 
 def _replaced_in_parser() -> Iterator[tuple[Place, Any]]:
@@ -94,7 +103,7 @@ def attach() -> None:
         EnvironmentMismatch: the installed PaddleFormers differs from the tested version; no method was replaced.
     """
     if (Trainer, "train") not in _originals:
-        upstream.require(library.HOOKS)
+        upstream.require(HOOKS)
         _replace(replaced)
 
 
@@ -146,7 +155,7 @@ class ActiveFields(FlexFields):
 
     def __post_init__(self) -> None:
         if self.flex_checkpoint:
-            upstream.require(library.HOOKS)
+            upstream.require(HOOKS)
             for line in upstream.require_versions(self.flex_unknown_versions):
                 logger.warning(f"flex_unknown_versions: warn: {line}. This package is not tested with this version.")
             attach()

@@ -21,7 +21,14 @@ from paddle.optimizer.lr import LambdaDecay
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, MismatchError, StorageError
-from paddleformers_fc.execute import load as loads
+from paddleformers_fc.execute.load import (
+    LoadReport,
+    LoadTerms,
+    PreparedLoad,
+    load_consistency,
+    prepare_load,
+    whole_model,
+)
 from paddleformers_fc.execute.opening import open_on_all_ranks, own_file
 from paddleformers_fc.execute.output_directory import facts_of
 from paddleformers_fc.execute.phases import PhaseTimer
@@ -223,7 +230,7 @@ class _PreparedLoad:
     checkpoint: OpenedCheckpoint
     progress: documents.TrainingProgress | None
     generators: bytes | None
-    load: loads.PreparedLoad
+    load: PreparedLoad
     names: live_roles.LiveNames
 
 
@@ -240,7 +247,7 @@ def _verifying() -> Iterator[None]:
         raise _VerificationError from error
 
 
-def _fill_chosen(session: Session, choice: resume.Choice, timer: PhaseTimer) -> tuple[_PreparedLoad, loads.LoadReport]:
+def _fill_chosen(session: Session, choice: resume.Choice, timer: PhaseTimer) -> tuple[_PreparedLoad, LoadReport]:
     """Fill model and optimizer from the named checkpoint, or from the newest checkpoint that passes verification.
 
     A damaged tensor is found while it is filled. An older checkpoint then fills all tensors again.
@@ -322,7 +329,7 @@ def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _Pre
         _check_progress(session, progress, directory)
         _check_reference(session, progress, directory)
     handed = own_file(checkpoint, channel, documents.rng_name) if continued else None
-    terms = loads.LoadTerms(
+    terms = LoadTerms(
         args.aoa_config,
         may_change=args.flex_allow_config_changes,
         may_cast=args.flex_allow_casts,
@@ -330,11 +337,11 @@ def _prepare(session: Session, choice: resume.Choice, timer: PhaseTimer) -> _Pre
     )
     if args.aoa_config:
         weights = partial(live_roles.model_roles, session.trainer.model)
-        same = loads.load_consistency(checkpoint, model, terms)
-        terms = structs.replace(terms, tensors=loads.whole_model(model, weights, channel, same))
+        same = load_consistency(checkpoint, model, terms)
+        terms = structs.replace(terms, tensors=whole_model(model, weights, channel, same))
     live = _LiveTensors(session, checkpoint, continued, terms, handed)
     with _verifying():
-        load = loads.prepare_load(checkpoint, live.to_fill, model, channel, options, terms, timer)
+        load = prepare_load(checkpoint, live.to_fill, model, channel, options, terms, timer)
     return _PreparedLoad(checkpoint, progress, live.generators, load, live.names)
 
 
@@ -355,7 +362,7 @@ class _LiveTensors:
     session: Session
     checkpoint: OpenedCheckpoint
     continued: bool
-    terms: loads.LoadTerms
+    terms: LoadTerms
     handed: bytes | None
     names: live_roles.LiveNames = field(default_factory=live_roles.LiveNames)
     generators: bytes | None = None
@@ -479,18 +486,18 @@ def _restore_average(session: Session, ready: _PreparedLoad) -> None:
     """Continue the moving average of the checkpoint, or warn if only the checkpoint or only the run has one."""
     directory, stored = ready.checkpoint.catalog.root, ready.checkpoint.catalog.roles.get(EMA_STATE, {})
     values = None if ready.progress is None else ready.progress.average
-    if ready.progress is None and stored and session.average is not None:
-        session.warn(
-            f"The moving average of {directory} is not continued, because ignore_load_lr_and_optim starts a new run. "
-            "The average of this run starts as a copy of the weights."
-        )
-    elif ready.progress is not None and stored and session.average is None:
-        session.warn(
-            f"{directory} has a moving average of {count_text(len(stored), 'tensor')}, and this run has none: the "
-            "average is not continued, and later checkpoints do not contain it. Set flex_ema_decay to continue it."
-        )
-    elif ready.progress is None or session.average is None:
-        return
+    if ready.progress is None:
+        if stored and session.average is not None:
+            session.warn(
+                f"The moving average of {directory} is not continued, because ignore_load_lr_and_optim starts a new "
+                "run. The average of this run starts as a copy of the weights."
+            )
+    elif session.average is None:
+        if stored:
+            session.warn(
+                f"{directory} has a moving average of {count_text(len(stored), 'tensor')}, and this run has none: the "
+                "average is not continued, and later checkpoints do not contain it. Set flex_ema_decay to continue it."
+            )
     elif values is None or not stored:
         session.warn(
             f"{directory} has no moving average. It starts as a copy of the weights at its next update and does not "
@@ -586,8 +593,18 @@ def inner_training_loop(
         session.best.hidden_from_loop(trainer),
         session.saver.draining(session),
     ):
-        counts = num_update_steps_per_epoch, num_train_samples
-        result = native(args, model, loader, len_dataloader, max_steps, epochs, *counts, None, ignore_keys_for_eval)
+        result = native(
+            args,
+            model,
+            loader,
+            len_dataloader,
+            max_steps,
+            epochs,
+            num_update_steps_per_epoch,
+            num_train_samples,
+            None,
+            ignore_keys_for_eval,
+        )
     if args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         _load_best(session, Path(trainer.state.best_model_checkpoint))
     return result
@@ -707,8 +724,8 @@ def _load_best(session: Session, directory: Path) -> None:
     checkpoint = with_tied(open_on_all_ranks(directory, channel, args.flex_verify), args.flex_tied)
     session.settle_weights()
     roles = partial(live_roles.model_roles, model)
-    terms = loads.LoadTerms(may_change=args.flex_allow_config_changes, may_cast=args.flex_allow_casts)
-    load = loads.prepare_load(checkpoint, roles, describe_model(model), channel, read_options(args), terms)
+    terms = LoadTerms(may_change=args.flex_allow_config_changes, may_cast=args.flex_allow_casts)
+    load = prepare_load(checkpoint, roles, describe_model(model), channel, read_options(args), terms)
     shown = shown_in_training(f"loading {directory.name}", args.should_log)
     with models.mark_undefined_until_loaded(model, directory), shown:
         load.fill()

@@ -34,7 +34,20 @@ from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParall
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
 
-from paddleformers_fc import api_arguments
+from paddleformers_fc.api_arguments import (
+    COUNT,
+    COUNT_OR_ZERO,
+    DEGREES,
+    DIRECTORY,
+    FLAG,
+    NAMES,
+    THREADS,
+    Kind,
+    instance_of,
+    one_of,
+    require,
+    require_or_none,
+)
 from paddleformers_fc.distributed.channel import (
     Channel,
     all_gather_checked,
@@ -46,14 +59,23 @@ from paddleformers_fc.distributed.communicator import job_communicator
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config
 from paddleformers_fc.distributed.store_client import hosts_of_ranks
 from paddleformers_fc.errors import MismatchError, OptionError
-from paddleformers_fc.execute import stream as streams
 from paddleformers_fc.execute.export import check_dtype
 from paddleformers_fc.execute.load import LoadReport, LoadTerms, aoa_tensors, prepare_load, prepare_weights
 from paddleformers_fc.execute.merging import Merge, deltas_of
 from paddleformers_fc.execute.opening import Sent, open_sent, read_metadata
 from paddleformers_fc.execute.phases import PhaseTimer
 from paddleformers_fc.execute.save import JobRecord, LivePart, SaveReport, check_ties, config_bytes, save_checkpoint
-from paddleformers_fc.execute.stream import Tensors
+from paddleformers_fc.execute.stream import (
+    DEFAULT_BYTES,
+    Stream,
+    StreamPlan,
+    StreamRequest,
+    Tensors,
+    consume,
+    known_plans,
+    part_of,
+    plan_stream,
+)
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, family_for, is_known, register
 from paddleformers_fc.families.description import IS_FLEET, is_adapter
 from paddleformers_fc.families.stated import bind_model, check_cut_alike, model_ties, rules_by_name, without_family
@@ -196,16 +218,16 @@ Config: TypeAlias = Any
 """A model's configuration: the content of ``config.json``, or PaddleFormers' object."""
 
 _STATES = (MASTER_WEIGHT, OPTIMIZER_STATE)
-_OPTIMIZER = api_arguments.Kind(
+_OPTIMIZER = Kind(
     "an optimizer over the parameters of the model, or None",
     lambda value: callable(getattr(value, "step", None)) and not isinstance(value, type),
 )
-_FAMILY = api_arguments.instance_of((str, Family), "a family or its model_type")
-_CONFIG = api_arguments.Kind(
+_FAMILY = instance_of((str, Family), "a family or its model_type")
+_CONFIG = Kind(
     "the content of config.json, or a configuration of PaddleFormers",
     lambda value: isinstance(value, Mapping) or is_a("PretrainedConfig", value),
 )
-_RULES = api_arguments.instance_of(RuleSet, "a RuleSet of paddleformers_fc.mapping")
+_RULES = instance_of(RuleSet, "a RuleSet of paddleformers_fc.mapping")
 
 
 def save(
@@ -247,10 +269,10 @@ def save(
     named, model = _path_first(directory, model)
 
     def check() -> Path:
-        api_arguments.require(api_arguments.DIRECTORY, directory=named)
-        api_arguments.require(api_arguments.COUNT_OR_ZERO, step=step, consumed_samples=consumed_samples)
-        api_arguments.require_or_none(api_arguments.DEGREES, parallel=parallel)
-        api_arguments.require_or_none(_OPTIMIZER, optimizer=optimizer)
+        require(DIRECTORY, directory=named)
+        require(COUNT_OR_ZERO, step=step, consumed_samples=consumed_samples)
+        require_or_none(DEGREES, parallel=parallel)
+        require_or_none(_OPTIMIZER, optimizer=optimizer)
         found = require_local(parse_named(named), "A checkpoint that is saved")
         check_not_file(found)
         return found
@@ -328,10 +350,10 @@ def load(
         models.adopt_statements(model, channel)
 
     def begin() -> tuple[_LoadRequest, tuple[AnyPath, LayoutSource, ModelDescription]]:
-        api_arguments.require(api_arguments.DIRECTORY, directory=named)
-        api_arguments.require(api_arguments.THREADS, threads=threads)
-        api_arguments.require_or_none(_OPTIMIZER, optimizer=optimizer)
-        api_arguments.require(api_arguments.FLAG, allow_casts=allow_casts)
+        require(DIRECTORY, directory=named)
+        require(THREADS, threads=threads)
+        require_or_none(_OPTIMIZER, optimizer=optimizer)
+        require(FLAG, allow_casts=allow_casts)
         check_level(verify)
         if aoa_config is not None:
             from paddleformers_fc.aoa import read_config
@@ -459,9 +481,9 @@ def _description(
     mapping: RuleSet | None,
 ) -> ModelDescription:
     """Describe a model by its configuration and the arguments; without a family or rules, with an empty rule set."""
-    api_arguments.require_or_none(_FAMILY, family=family)
-    api_arguments.require_or_none(_CONFIG, config=config)
-    api_arguments.require_or_none(_RULES, mapping=mapping)
+    require_or_none(_FAMILY, family=family)
+    require_or_none(_CONFIG, config=config)
+    require_or_none(_RULES, mapping=mapping)
     if mapping is not None and family is not None:
         raise OptionError("family and mapping both define the rules of a model.", next_step="Pass only one of them.")
     given = getattr(model, "config", None) if config is None else config
@@ -550,7 +572,7 @@ def _assigned_names(aoa_config: Mapping[str, object], stored: RuleSet, model: Ru
 
 
 HOST, MODEL = "host", "model"
-_RECEIVERS = api_arguments.Kind(
+_RECEIVERS = Kind(
     '"all", "first" or a list of ranks',
     lambda value: (
         value in ("all", "first")
@@ -566,7 +588,7 @@ def stream(
     names: Sequence[str] | None = None,
     dtype: str | None = None,
     to: str | Sequence[int] = "all",
-    max_bytes: int = streams.DEFAULT_BYTES,
+    max_bytes: int = DEFAULT_BYTES,
     device: str = HOST,
     adapters: bool = False,
     family: str | Family | None = None,
@@ -608,14 +630,14 @@ def stream(
     live_roles.wait_for_weights()
 
     def prepare() -> _Prepared:
-        api_arguments.require_or_none(api_arguments.NAMES, names=names)
-        api_arguments.require(_RECEIVERS, to=to)
-        api_arguments.require(api_arguments.COUNT, max_bytes=max_bytes)
-        api_arguments.require(api_arguments.one_of((HOST, MODEL)), device=device)
-        api_arguments.require(api_arguments.FLAG, adapters=adapters)
+        require_or_none(NAMES, names=names)
+        require(_RECEIVERS, to=to)
+        require(COUNT, max_bytes=max_bytes)
+        require(one_of((HOST, MODEL)), device=device)
+        require(FLAG, adapters=adapters)
         check_dtype(dtype or "")
         selected = None if names is None else tuple(names)
-        request = streams.StreamRequest(_receivers(to, channel.world_size), selected, dtype or "", int(max_bytes))
+        request = StreamRequest(_receivers(to, channel.world_size), selected, dtype or "", int(max_bytes))
         source, described = described_source(model, None, family, config, mapping)
         models.check_defined(source.model)
         _check_adapters(described, request, adapters)
@@ -641,7 +663,7 @@ class _Prepared:
 
     model: ModelDescription
     weights: Roles
-    request: streams.StreamRequest
+    request: StreamRequest
 
 
 class _Introduction(msgspec.Struct):
@@ -658,7 +680,7 @@ class _Introduction(msgspec.Struct):
     plans: list[bytes]
 
 
-def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> streams.Stream:
+def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> Stream:
     """Plan a stream, with one exchange if all ranks have cached the plan. Every rank must call.
 
     Args:
@@ -666,10 +688,10 @@ def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> streams.Stre
         channel: all ranks of the job.
     """
 
-    def introduce() -> tuple[_Introduction, tuple[_Prepared, LivePart, dict[bytes, streams.StreamPlan]]]:
+    def introduce() -> tuple[_Introduction, tuple[_Prepared, LivePart, dict[bytes, StreamPlan]]]:
         own = prepare()
-        part = streams.part_of(own.weights, own.model)
-        plans = streams.known_plans(part, own.request, channel.rank)
+        part = part_of(own.weights, own.model)
+        plans = known_plans(part, own.request, channel.rank)
         tensors = _rank_tensors(own.model, own.weights)
         return _Introduction(repr(own.request), tensors, list(plans)), (own, part, plans)
 
@@ -683,8 +705,8 @@ def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> streams.Stre
             next_step="Call stream with the same arguments on every rank.",
         )
     part = structs.replace(part, model=with_rules(own.model, [one.tensors for one in everyone]))
-    plan = streams.plan_stream(part, own.request, plans, [one.plans for one in everyone], channel)
-    return streams.Stream(plan, part, own.request, channel)
+    plan = plan_stream(part, own.request, plans, [one.plans for one in everyone], channel)
+    return Stream(plan, part, own.request, channel)
 
 
 def _merged(model: Any, prepare: Callable[[], _Prepared], channel: Channel, device: str) -> Tensors:
@@ -760,7 +782,7 @@ def push(trainer: Any, receive: Receive | None, channel: Channel) -> None:
     if steps and step % steps == 0:
         live_roles.wait_for_weights(trainer.args)
         work = partial(_receive, receive, step)
-        streams.consume(stream(trainer.model, to="first"), channel, "pushing weights", work, type(None))
+        consume(stream(trainer.model, to="first"), channel, "pushing weights", work, type(None))
 
 
 def _receive(receive: Receive | None, step: int, tensors: Tensors) -> None:
@@ -782,7 +804,7 @@ def _receivers(to: str | Sequence[int], world_size: int) -> tuple[int, ...]:
     return ranks
 
 
-def _check_adapters(described: ModelDescription, request: streams.StreamRequest, adapters: bool) -> None:
+def _check_adapters(described: ModelDescription, request: StreamRequest, adapters: bool) -> None:
     """Check that a request fits the adapters of a model.
 
     Raises:

@@ -32,8 +32,17 @@ from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import
 from paddle.optimizer import Optimizer
 
 from paddleformers_fc.errors import MismatchError, OptionError
-from paddleformers_fc.layout import roles
-from paddleformers_fc.layout.roles import MASTER, OPTIMIZER_STATE, OptimizerDescriptor, StateDescriptor, StateShape
+from paddleformers_fc.layout.roles import (
+    MASTER,
+    NUMBER_SHAPE,
+    OPTIMIZER_STATE,
+    OPTIMIZERS,
+    OptimizerDescriptor,
+    StateDescriptor,
+    StateShape,
+    declared_optimizer,
+    qualified_name,
+)
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer.options import contradiction
 
@@ -63,7 +72,10 @@ class BufferRange(msgspec.Struct, frozen=True):
     def of(self, key: str, flat: Any, weight: Any) -> Any:
         """Return this range of a flat tensor as a ``ShardedWeight``, for the weight of the parameter."""
         # Not an ordinary slice: without strided kernels Paddle copies, and a load would not reach the tensor.
-        own = flat._slice(self.start, self.start + self.end - self.begin).detach()
+        return self.over(key, flat._slice(self.start, self.start + self.end - self.begin).detach(), weight)
+
+    def over(self, key: str, own: Any, weight: Any) -> Any:
+        """Return a tensor with the elements of this range alone as a ``ShardedWeight``."""
         flattened = slice(self.begin, self.end)
         return ShardedWeight(key, own, weight.local_shape, weight.global_shape, weight.global_offset, True, flattened)
 
@@ -188,7 +200,7 @@ def descriptor_of(optimizer: Any) -> OptimizerDescriptor:
     """
     kind = type(innermost(optimizer))
     for one in kind.__mro__:
-        found = roles.declared_optimizer(one)
+        found = declared_optimizer(one)
         if found is not None and not found.unavailable:
             return found
         if not _CREATE_METHODS.isdisjoint(vars(one)):
@@ -230,11 +242,11 @@ def sharding_with_ranges(optimizer: Any) -> Any:
 
 def _undeclared(kind: type) -> OptionError:
     names = sorted({value for one in kind.__mro__ for key, value in vars(one).items() if key.endswith("_acc_str")})
-    declared = [one.short_name for one in roles.OPTIMIZERS if not one.unavailable]
+    declared = [one.short_name for one in OPTIMIZERS if not one.unavailable]
     accumulators = f"its class names the accumulators {', '.join(names)}" if names else "its class names no accumulator"
     return OptionError(
         f"flex_checkpoint: true does not support the optimizer {kind.__name__}, which is not declared.",
-        where=roles.qualified_name(kind),
+        where=qualified_name(kind),
         evidence=[f"declared are {', '.join(declared)} and the optimizers of register_optimizer", accumulators],
         next_step=f"If every state has the shape of its parameter or is one number, declare them at the start of the "
         f"script: paddleformers_fc.register_optimizer({kind.__name__}, like_parameter=[...], numbers=[...]); see "
@@ -249,8 +261,8 @@ def _check_not_nested(optimizer: Any) -> None:
     if found:
         raise OptionError(
             f"flex_checkpoint: true does not support the optimizer {type(optimizer).__name__}, which contains another.",
-            where=roles.qualified_name(type(optimizer)),
-            evidence=[f"{name}: {roles.qualified_name(type(value))}" for name, value in found],
+            where=qualified_name(type(optimizer)),
+            evidence=[f"{name}: {qualified_name(type(value))}" for name, value in found],
             next_step="Train with one optimizer; or set ignore_save_lr_and_optim: true to save weights alone.",
         )
 
@@ -510,7 +522,7 @@ def _expected(
         for static, shape, dtype in () if state.sometimes else updated:
             with_master = has_masters and dtype in ("bfloat16", "float16")
             if with_master or not state.half_only:
-                own = shape if state.shape is StateShape.PARAMETER else roles.NUMBER_SHAPE
+                own = shape if state.shape is StateShape.PARAMETER else NUMBER_SHAPE
                 expected = state.dtype or ("float32" if with_master else dtype)
                 yield state, static, ExpectedTensor(own, expected, place)
 
@@ -564,7 +576,7 @@ def _check_no_custom_states(optimizer: Any) -> None:
     if others:
         raise OptionError(
             f"{count_text(len(others), 'state')} of the optimizer would not be saved: only accumulators are.",
-            where=f"{roles.qualified_name(type(optimizer))}.state_dict",
+            where=f"{qualified_name(type(optimizer))}.state_dict",
             evidence=others,
             next_step="Create them with _add_accumulator, and declare them with paddleformers_fc.register_optimizer.",
         )
@@ -589,7 +601,7 @@ def _check_no_tensors_in_containers(optimizer: Any) -> None:
     if found:
         raise OptionError(
             f"{count_text(len(found), 'tensor')} of the optimizer would not be saved: only accumulators are.",
-            where=roles.qualified_name(type(optimizer)),
+            where=qualified_name(type(optimizer)),
             evidence=found[:_MOST_NAMED],
             next_step="Create them with _add_accumulator, and declare them with paddleformers_fc.register_optimizer.",
         )
@@ -621,14 +633,16 @@ def _shard(
         return None
     if state.shape is StateShape.NUMBER:
         _check_shape(name, state, tensor, math.prod(tensor.shape) == 1)
-        return ShardedWeight(name, tensor, roles.NUMBER_SHAPE, roles.NUMBER_SHAPE, (0,))
+        return ShardedWeight(name, tensor, NUMBER_SHAPE, NUMBER_SHAPE, (0,))
     if state.shape is StateShape.SHARD_NUMBER:
         return _shard_number(name, tensor, weight)
     if is_sliced(weight.local_tensor):
         return _unpadded_slice(name, tensor, weight)
     if range_ is not None:
-        length = range_.start + range_.end - range_.begin
-        _check_shape(name, state, tensor, len(tensor.shape) == 1 and tensor.shape[0] >= length)
+        size = range_.end - range_.begin
+        _check_shape(name, state, tensor, len(tensor.shape) == 1 and tensor.shape[0] >= range_.start + size)
+        if tensor.shape[0] == size:  # Not a slice, which would keep the old memory of a state that is offloaded.
+            return range_.over(name, tensor, weight)
         return range_.of(name, tensor, weight)
     _check_shape(name, state, tensor, tuple(tensor.shape) == shape)
     return ShardedWeight(name, tensor, weight.local_shape, weight.global_shape, weight.global_offset)

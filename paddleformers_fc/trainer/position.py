@@ -32,8 +32,12 @@ from paddleformers_fc.errors import FormatError, OptionError
 from paddleformers_fc.families.changes import ABSENT, Change, table, value_text
 from paddleformers_fc.storage.checksum import checksum_of
 from paddleformers_fc.storage.manifest import RESTORE, Manifest
-from paddleformers_fc.trainer import documents, library
-from paddleformers_fc.trainer.library import MappingBatchSampler, MappingDistributedBatchSampler
+from paddleformers_fc.trainer import documents
+from paddleformers_fc.trainer.library import (
+    DistributedBatchSampler,
+    MappingBatchSampler,
+    MappingDistributedBatchSampler,
+)
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
@@ -506,7 +510,7 @@ def _location(dataset: Any, index: int) -> tuple[int, ...]:
     return int(dataset.doc_idx[first]), int(begin), int(dataset.doc_idx[last]), int(end)
 
 
-_SKIPPING = (MappingBatchSampler, MappingDistributedBatchSampler, library.DistributedBatchSampler)
+_SKIPPING = (MappingBatchSampler, MappingDistributedBatchSampler, DistributedBatchSampler)
 _NOTHING = object()
 
 
@@ -524,7 +528,7 @@ def order_of(loader: Any) -> SampleOrder:
         source = sampler.sampler
         shuffled, length = hasattr(source, "base_seed"), len(source.data_source)
         return SampleOrder(True, length, shuffled, source.base_seed if shuffled else 0, length)
-    if isinstance(sampler, library.DistributedBatchSampler):
+    if isinstance(sampler, DistributedBatchSampler):
         return SampleOrder(True, sampler.total_size, False, 0)
     return SampleOrder(False, 0, False, 0)
 

@@ -46,8 +46,15 @@ from paddleformers_fc.trainer.options import FlexFields, contradiction, reader_o
 from paddleformers_fc.trainer.session import channel_of, read_options
 
 _IGNORED = (
-    *("from_hf_hub", "from_aistudio", "convert_from_torch", "convert_from_hf", "load_via_cpu", "load_state_as_np"),
-    *("low_cpu_mem_usage", "force_download", "flex_ckpt_comm_method"),
+    "from_hf_hub",
+    "from_aistudio",
+    "convert_from_torch",
+    "convert_from_hf",
+    "load_via_cpu",
+    "load_state_as_np",
+    "low_cpu_mem_usage",
+    "force_download",
+    "flex_ckpt_comm_method",
 )
 """Arguments of ``from_pretrained`` that only PaddleFormers' own loader uses."""
 

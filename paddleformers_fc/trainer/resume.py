@@ -145,8 +145,8 @@ def _open_usable(
     """
     channel, places = search.channel, search.places
 
-    def list_own() -> Seen:
-        listed = look(places, channel)
+    def list_own() -> _Visible:
+        listed = _visible(places, channel)
         first = next((name for name in listed.names if located(name, places) not in without), "")
         if first and parse_hidden(Path(first)) is None:
             with suppress(CheckpointError):  # The reasons below include it.
@@ -154,7 +154,7 @@ def _open_usable(
                 listed.first = first
         return listed
 
-    listed, opened = broadcast(channel, _SEARCHING, list_own, Seen), dict[Path, OpenedCheckpoint]()
+    listed, opened = broadcast(channel, _SEARCHING, list_own, _Visible), dict[Path, OpenedCheckpoint]()
     failed: dict[Path, CheckpointError | Diverged] = {}
     everyone: Sequence[list[str]] = ()
     if listed.sent is not None and listed.sent.metadata is not None:
@@ -185,9 +185,9 @@ def _open_usable(
     return opened[found], skipped, _saved_on_all(listed, everyone, search)
 
 
-def _saved_on_all(listed: Seen, everyone: Sequence[list[str]], search: Search) -> list[Saved]:
+def _saved_on_all(listed: _Visible, everyone: Sequence[list[str]], search: Search) -> list[Saved]:
     """Return the finished checkpoints of all ranks; the coordinator has read its own already."""
-    return saved_on_all([listed, *map(Seen, everyone[1:])], search.places, search.channel)
+    return _gather_saved([listed, *map(_Visible, everyone[1:])], search.places, search.channel)
 
 
 def _paths(everyone: Sequence[list[str]], places: Mapping[str, Path], channel: Channel) -> list[Path]:
@@ -379,13 +379,13 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
     """
     channel, places = search.channel, search.places
 
-    def list_own() -> Seen:
-        seen = look_for_runs(places, channel)
+    def list_own() -> _Visible:
+        seen = _visible_or_empty(places, channel)
         seen.sent = read_metadata(directory, search.documents)
         return seen
 
     def names() -> list[str]:
-        return look_for_runs(places, channel).names if channel.rank else []
+        return _visible_or_empty(places, channel).names if channel.rank else []
 
     def config() -> Mapping[str, Any]:
         check_is_checkpoint(directory)
@@ -400,7 +400,7 @@ def open_named(directory: AnyPath, verify: str, search: Search) -> Choice:
         return exists(manifest)
 
     try:
-        listed = broadcast(channel, f"reading the metadata of {directory.name}", list_own, Seen)
+        listed = broadcast(channel, f"reading the metadata of {directory.name}", list_own, _Visible)
         opening = open_sent(directory, channel, listed.sent or Sent(), verify, config, names=names)
     except CheckpointError:
         if not any(all_gather_checked(channel, f"looking for {directory.name}", restore_backup, bool)):
@@ -468,7 +468,7 @@ class Saved(msgspec.Struct, frozen=True):
     run: RunRecord
 
 
-class Seen(msgspec.Struct, omit_defaults=True):
+class _Visible(msgspec.Struct, omit_defaults=True):
     """The checkpoints that are visible to a rank.
 
     Args:
@@ -500,28 +500,30 @@ def saved_in(places: Mapping[str, Path], channel: Channel) -> list[Saved]:
         places: the directories that the run saves to, as for :func:`.manifest.names_in`.
         channel: all ranks of the job; every rank must call.
     """
-    everyone = all_gather_checked(channel, "looking for other runs", partial(look_for_runs, places, channel), Seen)
-    return saved_on_all(everyone, places, channel)
+    everyone = all_gather_checked(
+        channel, "looking for other runs", partial(_visible_or_empty, places, channel), _Visible
+    )
+    return _gather_saved(everyone, places, channel)
 
 
-def look_for_runs(places: Mapping[str, Path], channel: Channel) -> Seen:
+def _visible_or_empty(places: Mapping[str, Path], channel: Channel) -> _Visible:
     """Return the checkpoints that are visible to this rank, for a warning; empty if a directory is unreadable."""
     with suppress(StorageError):  # A later save or resume raises it.
-        return look(places, channel)
-    return Seen([])
+        return _visible(places, channel)
+    return _Visible([])
 
 
-def look(places: Mapping[str, Path], channel: Channel) -> Seen:
+def _visible(places: Mapping[str, Path], channel: Channel) -> _Visible:
     """Return the checkpoints that are visible to this rank; the coordinator also reads which runs saved them.
 
     Raises:
         StorageError: the operating system denied access.
     """
     names = names_in(places)
-    return Seen(names, read_saved(places, names) if channel.rank == 0 else [])
+    return _Visible(names, _read_saved(places, names) if channel.rank == 0 else [])
 
 
-def saved_on_all(everyone: Sequence[Seen], places: Mapping[str, Path], channel: Channel) -> list[Saved]:
+def _gather_saved(everyone: Sequence[_Visible], places: Mapping[str, Path], channel: Channel) -> list[Saved]:
     """Return the finished checkpoints in the directories of all ranks, as :func:`saved_in`.
 
     If the coordinator cannot see some checkpoints, the first ranks that can read the manifests, in one more exchange.
@@ -539,12 +541,12 @@ def saved_on_all(everyone: Sequence[Seen], places: Mapping[str, Path], channel: 
     found = everyone[0].saved
     if any(readers.values()):
         own = [name for name, rank in readers.items() if rank == channel.rank != 0]
-        others = all_gather_checked(channel, "reading other disks", lambda: read_saved(places, own), list[Saved])
+        others = all_gather_checked(channel, "reading other disks", lambda: _read_saved(places, own), list[Saved])
         found = [*found, *(one for saved in others for one in saved)]
     return sorted(found, key=lambda one: (one.step, one.run.id))
 
 
-def read_saved(places: Mapping[str, Path], names: Iterable[str]) -> list[Saved]:
+def _read_saved(places: Mapping[str, Path], names: Iterable[str]) -> list[Saved]:
     """Return the finished ones among named checkpoints, by ascending step."""
     found: list[Saved] = []
     for path in (located(name, places) for name in names):

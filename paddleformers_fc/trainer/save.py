@@ -34,12 +34,24 @@ from msgspec import structs
 from paddleformers_fc.distributed.channel import ALONE, Channel, Part, Parts, exchange_part, format_ranks, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.execute import save as saving
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, ranges_of, snapshot_bytes
 from paddleformers_fc.execute.commit_coordinator import DiskLeaders
 from paddleformers_fc.execute.memory import HostPieces
 from paddleformers_fc.execute.phases import PhaseTimer
 from paddleformers_fc.execute.replicas import ElementRanges
+from paddleformers_fc.execute.save import (
+    JobRecord,
+    LivePart,
+    PlannedSave,
+    SaveReport,
+    begin_save,
+    capture,
+    comparable_facts,
+    live_part,
+    plan_save,
+    save_parts,
+    write_and_commit,
+)
 from paddleformers_fc.execute.save_plan import SavePlan
 from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
 from paddleformers_fc.formats.checkpoint import RUN_ARGUMENTS
@@ -80,7 +92,7 @@ class PreparedSave:
     tier: Tier
     directory: Path
     step: int
-    part: Callable[[], saving.LivePart]
+    part: Callable[[], LivePart]
     consistency: ConsistencyCheck
     best: str | None
     timer: PhaseTimer
@@ -108,19 +120,19 @@ def prepare(session: Session, metrics: dict[str, float] | None, tier: Tier) -> P
     if args.should_log:
         logger.info(f"Saving step {trainer.state.global_step} ({degrees_text(degrees)}) to {directory}")
     session.position.catch_up(args, trainer.state)
-    job = saving.JobRecord(trainer.state.global_step, trainer.state.consumed_samples, degrees, session.run.record)
+    job = JobRecord(trainer.state.global_step, trainer.state.consumed_samples, degrees, session.run.record)
     model, replicas = describe_model(trainer.model), args.flex_check_replicas
-    facts = saving.comparable_facts(model, job, replicas)
+    facts = comparable_facts(model, job, replicas)
     options = session.consistency(f"saving {directory.name}")
 
-    def described() -> saving.LivePart:
+    def described() -> LivePart:
         models.check_defined(trainer.model)
         if session.run.ran:
             check_own_loop(session)
         if tier.is_local:
             keep(tier.directory(args), Path(args.output_dir), tier.id)
         _update_best(trainer, metrics, directory)
-        return saving.live_part(_roles(session), model, {}, job, replicas)
+        return live_part(_roles(session), model, {}, job, replicas)
 
     part = outcome(described)
     consistency = structs.replace(options, facts={**options.facts, **facts})
@@ -155,7 +167,7 @@ def _roles(session: Session) -> LiveRoles:
     return {**live_roles.run_roles(trainer.model, trainer.optimizer), **average}
 
 
-def plan_ahead(session: Session) -> tuple[saving.LivePart, SavePlan]:
+def plan_ahead(session: Session) -> tuple[LivePart, SavePlan]:
     """Plan the saves of a run before its first step. Every rank must call.
 
     The plan expects the optimizer states that the first step will create. If it creates others, the first save is
@@ -168,22 +180,22 @@ def plan_ahead(session: Session) -> tuple[saving.LivePart, SavePlan]:
     """
     trainer, args = session.trainer, session.args
 
-    def expected() -> saving.LivePart:
+    def expected() -> LivePart:
         optimizers.build_buffers(trainer.model_wrapped, trainer.optimizer)
         roles = live_roles.run_roles(trainer.model, trainer.optimizer, may_expect=True)
         average = {} if session.average is None else session.average.roles() or ema.expected_roles(roles)
         if args.ignore_save_lr_and_optim:
             roles = live_roles.model_roles(trainer.model)
-        job = saving.JobRecord(trainer.state.global_step, 0, {})
-        return saving.live_part({**roles, **average}, describe_model(trainer.model), {}, job, args.flex_check_replicas)
+        job = JobRecord(trainer.state.global_step, 0, {})
+        return live_part({**roles, **average}, describe_model(trainer.model), {}, job, args.flex_check_replicas)
 
-    return saving.plan_save(expected, session.channel, session.consistency("planning saves"))
+    return plan_save(expected, session.channel, session.consistency("planning saves"))
 
 
 def report_save(
     session: Session,
     prepared: PreparedSave,
-    report: saving.SaveReport,
+    report: SaveReport,
     transfers: TransferFigures,
     blocked: float | None = None,
 ) -> None:
@@ -224,7 +236,7 @@ def report_save(
     session.report_saved(saved)
 
 
-def upload(session: Session, prepared: PreparedSave, report: saving.SaveReport) -> None:
+def upload(session: Session, prepared: PreparedSave, report: SaveReport) -> None:
     """Begin to upload a committed checkpoint. Every rank must call, before old checkpoints are deleted."""
     if session.uploads is not None and not prepared.tier.is_local:
         session.uploads.committed(prepared.directory, prepared.best, report.disks)
@@ -358,9 +370,9 @@ class SyncSaves(Saver):
         encode = capture_files(session)
         part = outcome(lambda: structs.replace(prepared.part(), files=encode()))
         with measured_transfers() as transfers:
-            planned = saving.begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
+            planned = begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
             with shown_in_training(f"saving {prepared.directory.name}", args.should_log):
-                report = saving.write_and_commit(planned, saving.capture(planned.part), channel)
+                report = write_and_commit(planned, capture(planned.part), channel)
         trainer.runtime_timer.stop()
         upload(session, prepared, report)
         report_save(session, prepared, report, transfers)
@@ -555,7 +567,7 @@ class _Save:
     measuring: ExitStack
     waited: float
     blocked: float
-    parts: Parts[saving.SaveReport]
+    parts: Parts[SaveReport]
     part: Part
     done: Future[Any]
     report: Callable[[], None] | None = None
@@ -590,13 +602,13 @@ class AsyncSaves(Saver):
         files: dict[str, bytes] = {}
         tensors: dict[str, Mapping[str, HostPieces]] = {}
         part = outcome(lambda: structs.replace(prepared.part(), files=files))
-        planned = saving.begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
+        planned = begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
         begun = outcome(lambda: self._begin_copy(session, planned))
         copied = self._thread.submit(lambda: tensors.update(begun().finish()))
         encode, state = capture_files(session), copied_state(trainer.state)
         session.barrier.add(copied)
         try:
-            parts = self._parts(session, prepared, saving.save_parts(planned, tensors, channel), channel)
+            parts = self._parts(session, prepared, save_parts(planned, tensors, channel), channel)
             first = next(parts)
         except BaseException:
             wait([copied])  # The next save uses the buffer.
@@ -705,7 +717,7 @@ class AsyncSaves(Saver):
 
         run_on_all(session.channel, "allocating memory for saves", allocate)
 
-    def _reserve(self, session: Session, part: saving.LivePart, ranges: ElementRanges) -> None:
+    def _reserve(self, session: Session, part: LivePart, ranges: ElementRanges) -> None:
         """Allocate memory for a snapshot of these ranges, unless the buffer has it.
 
         Raises:
@@ -725,7 +737,7 @@ class AsyncSaves(Saver):
         if is_new and session.args.should_log:
             logger.info(f"Asynchronous saves use {size_text(needed)} of host memory for a snapshot.")
 
-    def _begin_copy(self, session: Session, planned: saving.PlannedSave) -> SnapshotCopy:
+    def _begin_copy(self, session: Session, planned: PlannedSave) -> SnapshotCopy:
         """Begin to copy what this rank writes. Allocates memory only if the planned buffer does not fit."""
         part = planned.part
         ranges = ranges_of(planned.plan, part.job.step, part.replicas)
@@ -733,8 +745,8 @@ class AsyncSaves(Saver):
         return self._buffer.begin(part.tensors, ranges)
 
     def _parts(
-        self, session: Session, prepared: PreparedSave, steps: Parts[saving.SaveReport], channel: Channel
-    ) -> Parts[saving.SaveReport]:
+        self, session: Session, prepared: PreparedSave, steps: Parts[SaveReport], channel: Channel
+    ) -> Parts[SaveReport]:
         """Write, commit and delete old checkpoints."""
         report = yield from steps
         upload(session, prepared, report)
@@ -771,7 +783,7 @@ class AsyncSaves(Saver):
             logger.info(f"Waited {seconds:.2f} s for the save of step {save.prepared.step}, {why}.")
         self.report()
 
-    def _report_success(self, session: Session, save: _Save, report: saving.SaveReport) -> None:
+    def _report_success(self, session: Session, save: _Save, report: SaveReport) -> None:
         trainer = session.trainer
         with session.best.visible_in(trainer):
             trainer.state.best_model_checkpoint = save.prepared.best

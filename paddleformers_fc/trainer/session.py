@@ -521,6 +521,9 @@ def session_of(trainer: Any) -> Session:
     return session
 
 
+# ---- The events of its training loop.
+
+
 class LoopEvents:
     """The events of one Trainer.
 

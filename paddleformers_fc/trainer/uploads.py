@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,8 +238,12 @@ class Uploads:
         Raises:
             FlexError: the same on every rank: the URL, the bucket or the credentials are invalid.
         """
-        sends = self._channel.rank == 0
-        run_on_all(self._channel, "checking flex_upload", partial(check_remote_writable, self._url) if sends else tuple)
+
+        def write() -> None:
+            if self._channel.rank == 0:
+                check_remote_writable(self._url)
+
+        run_on_all(self._channel, "checking flex_upload", write)
 
     def committed(self, checkpoint: Path, best: str | None, disks: DiskLeaders) -> None:
         """Upload a committed checkpoint. Call it on every rank, on any thread, before old checkpoints are deleted."""
@@ -263,8 +266,12 @@ class Uploads:
         Raises:
             FlexError: the same on every rank: a checkpoint cannot be uploaded.
         """
-        begin, sends = partial(self._uploader.enqueue_existing, self._output_dir), self._channel.rank == 0
-        run_on_all(self._channel, "looking for checkpoints to upload", begin if sends else tuple)
+
+        def begin() -> None:
+            if self._channel.rank == 0:
+                self._uploader.enqueue_existing(self._output_dir)
+
+        run_on_all(self._channel, "looking for checkpoints to upload", begin)
         self._in_loop = True
         try:
             yield

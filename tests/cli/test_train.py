@@ -393,6 +393,11 @@ def test_a_training_leaves_a_checkpoint_that_passes_verification(tmp_path: Path)
     assert run("verify", checkpoint).code == 0
     facts = run("inspect", checkpoint, "--json").document["job"]
     assert (facts["step"], facts["world_size"], facts["family"]) == (3, 1, "llama")
+    source = tmp_path / "assets/llama"
+    described, generation = json.loads((source / "config.json").read_text()), "generation_config.json"
+    for directory in (checkpoint, tmp_path / "out"):
+        assert json.loads((directory / "config.json").read_text()).items() >= described.items()
+        assert (directory / generation).read_bytes() == (source / generation).read_bytes()
 
 
 def test_the_command_forwards_the_signal_of_its_option(tmp_path: Path, on: Any) -> None:

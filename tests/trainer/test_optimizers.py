@@ -18,6 +18,7 @@ import pytest
 import paddleformers_fc
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.layout.roles import OPTIMIZERS, StateShape, split_state_name
+from paddleformers_fc.trainer import optimizers
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
@@ -265,6 +266,24 @@ def test_a_state_without_the_declared_shape_is_refused(layout: MatrixLayout, tmp
         paddleformers_fc.register_optimizer(kind, **declared)
         with pytest.raises(FlexError, match=text):
             chosen(layout, tmp_path / kind.__name__, kind, **options).train()
+
+
+@on_ranks(layout=SD2V2)
+def test_a_range_without_padding_is_the_tensor_of_the_optimizer(tmp_path: Path) -> None:
+    """An offload moves this tensor in place; a slice of it would keep the old memory, and show old values."""
+    trainer = trainer_of("adamw", SD2V2, tmp_path, max_steps=1)
+    trainer.train()
+    weights = trainer.model.sharded_state_dict()
+    names = {weight.local_tensor.name: name for name, weight in weights.items()}
+    states = optimizers.sharded_states(trainer.optimizer, weights)
+    found = 0
+    for state, static, tensor in optimizers.tensors(trainer.optimizer):
+        shard = states.get(names[static] + state.suffix)
+        if shard is not None and shard.is_flattened:
+            size = shard.flattened_range.stop - shard.flattened_range.start
+            assert (shard.local_tensor is tensor) == (tensor.shape[0] == size)
+            found += shard.local_tensor is tensor
+    assert found > 0
 
 
 @on_ranks(layout=SINGLE)

@@ -142,9 +142,9 @@ def test_all_ranks_save_one_whole_step_once_after_a_signal(ranks: ForkServer, tm
     job = settings(layout, tmp_path / "out", **{"max_steps": FOR_LONG, **arguments})
     ran = ranks.run(SIGNALLED, layout.nproc, {**job, "signalled": signalled, **given})
     (step,) = {one["step"] for one in ran.values}
+    saves = [*range(1, step + 1)] if arguments.keys() & {"save_steps", "save_strategy"} else [step]
     for ended in ran.values:
-        assert (ended["code"], ended["saves"][-1:], ended["saves"].count(step)) == (SAVED_ON_SIGNAL, [step], 1)
-        assert ended["restored"]
+        assert (ended["code"], ended["saves"], ended["restored"]) == (SAVED_ON_SIGNAL, saves, True)
         assert step not in ended["evaluated"]
     assert "The model now has the weights of its best checkpoint" not in ran.logs[0].read_text()
     assert (tmp_path / f"out/checkpoint-{step}").exists()
