@@ -9,8 +9,8 @@ LEVELS = ("ours", "ours size", "ours off")
 """This package under each value of ``flex_verify``; ``ours`` is the default, ``full``. They read the same files."""
 LOADERS = ("raw", *LEVELS, "safetensors", "stock", "stock safetensors", "dcp")
 RESHARDERS = ("raw", *LEVELS, "stock", "stock safetensors", "dcp")
-STREAMERS = ("stock", "ours", "ours exported")
-"""Paddle's ``Layer.full``, ``stream``, and a save with an export of the checkpoint."""
+STREAMERS = ("stock", "ours", "ours exported", "raw")
+"""Paddle's ``Layer.full``, ``stream``, a save with an export of the checkpoint, and broadcasts of the shards alone."""
 CHECKS = ("verify", "diff")
 """Verbs that read a checkpoint and fill no tensor."""
 STORED = ("raw", *LEVELS)

@@ -254,7 +254,7 @@ def _cases(outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     yield ""
     yield (
         "Median rate in GiB/s, and in parentheses its ratio to that of a raw copy (export: to that of safetensors; "
-        "stream: to that of Paddle's `Layer.full`). "
+        "stream: to that of Paddle's `Layer.full`; its raw copy broadcasts the shards and assembles nothing). "
         f"A round of this package differs from its median by {_spread(outcomes):.0%} at most."
     )
     for call in (FIRST, LATER):

@@ -133,7 +133,7 @@ class Channel(Protocol):
         """Return the element-wise maximum of an array over all ranks. Every rank must call.
 
         Args:
-            array: this rank's array, equally long on all ranks.
+            array: this rank's array, writable, equally long on all ranks; its elements are undefined afterwards.
             source: the only rank whose array is not zero; None if there may be several.
             to: the only rank that needs the maximum; None if all do.
         """
@@ -282,18 +282,24 @@ class PaddleChannel(CollectiveChannel):
         super().__init__(int(dist.get_rank()), int(dist.get_world_size()))
 
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
-        """Return the maximum of an array over all ranks, with one collective and one copy from the device."""
+        """Return the maximum of an array over all ranks, with one collective, in place if tensors are in host memory."""
         import paddle
         import paddle.distributed as dist
 
-        tensor = paddle.to_tensor(array)
+        is_on_host = paddle.device.get_device() == "cpu"
+        if is_on_host:
+            tensor = paddle.from_dlpack(array)
+        elif source in (None, self.rank):
+            tensor = paddle.to_tensor(array)
+        else:
+            tensor = paddle.empty(array.shape, dtype=str(array.dtype))
         if source is not None:
             dist.broadcast(tensor, src=source)
         elif to is not None:
             dist.reduce(tensor, dst=to, op=dist.ReduceOp.MAX)
         else:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor.numpy() if to in (None, self.rank) else array
+        return array if is_on_host or to not in (None, self.rank) else tensor.numpy()
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """Send and receive bytes with one all-to-all."""

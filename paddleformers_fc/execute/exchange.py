@@ -53,10 +53,9 @@ from paddleformers_fc.plan.transfer_plan import (
 )
 from paddleformers_fc.storage import paths
 from paddleformers_fc.storage.block_checksums import comparison_of
-from paddleformers_fc.storage.dtypes import copy_cast
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, Blocks, OwnedBlocks, ReadOptions, ReadPool
 from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities, same_bytes_key
-from paddleformers_fc.storage.operations import numpy_dtype
+from paddleformers_fc.storage.operations import SCRATCH_BYTES, copy_tiled, numpy_dtype
 
 Array = np.ndarray[Any, Any]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -518,7 +517,8 @@ def fill_piece(buffer: Array, item: ReadItem, piece: TransferPiece, array: Array
     """
     box = piece.box.relative_to(item.stored.part.lo)
     part = tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))
-    copy_cast(_item_view(buffer, item)[part], array, where)
+    target = _item_view(buffer, item)[part]
+    copy_tiled(target.squeeze(), array.squeeze(), np.empty(SCRATCH_BYTES, np.uint8), where)
 
 
 def exchange_round(

@@ -1,8 +1,9 @@
 """Stream live weights: complete canonical tensors, one by one, on the ranks that receive them.
 
 The live tensors of all ranks are treated as a checkpoint in memory, whose "files" are held by ranks, so that a stream
-is planned like the reads of a checkpoint and transferred in rounds. Few receivers get pieces directly
-(:mod:`.exchange`), many by an all-reduce per round, so that the bytes that a rank sends do not grow with their number.
+is planned like the reads of a checkpoint and transferred in rounds. A few receivers among many ranks get pieces
+directly (:mod:`.exchange`). If all ranks or many receive, every holder broadcasts its part of a round, or an all-reduce
+unites the parts of many holders, so that the bytes that a rank sends do not grow with the number of receivers.
 Before every batch all ranks exchange whether they continue, and raise the error of any rank; a batch is yielded only
 after that. All receivers get all tensors, or the files of an export are divided among them (:mod:`.live_export`).
 
@@ -19,7 +20,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -70,7 +71,10 @@ DEFAULT_BYTES = 512 << 20
 """Default maximum number of bytes in transit on a rank."""
 
 MAX_DIRECT_RECEIVERS = 8
-"""Maximum number of receivers to which pieces are sent directly."""
+"""Maximum number of receivers to which pieces are sent directly, if other ranks receive nothing."""
+
+MAX_BROADCASTS = 8
+"""Maximum number of holders that broadcast in one round; an all-reduce is one collective for any number."""
 
 _MODEL = Path("the live model")
 _NAME_BYTES = 8
@@ -82,6 +86,7 @@ class StreamRequest:
 
     Args:
         receivers: the ranks that receive the tensors, in ascending order.
+        ranks: number of ranks of the job.
         names: the canonical names of the tensors; None for all tensors.
         dtype: the dtype for tensors with the model's dtype; empty to keep it.
         max_bytes: maximum number of bytes in transit on a rank; one tensor may exceed it.
@@ -93,6 +98,7 @@ class StreamRequest:
     """
 
     receivers: tuple[int, ...]
+    ranks: int
     names: tuple[str, ...] | None = None
     dtype: str = ""
     max_bytes: int = DEFAULT_BYTES
@@ -104,8 +110,10 @@ class StreamRequest:
 
     @property
     def is_united(self) -> bool:
-        """Whether a round is one all-reduce."""
-        return len(self.receivers) > MAX_DIRECT_RECEIVERS and not self.is_divided
+        """Whether every rank gets all pieces of a round."""
+        if self.is_divided or self.ranks == 1:
+            return False
+        return len(self.receivers) == self.ranks or len(self.receivers) > MAX_DIRECT_RECEIVERS
 
     @property
     def round_bytes(self) -> int:
@@ -125,7 +133,7 @@ class Batch:
     Args:
         tensors: the complete canonical tensors that this rank receives, in the order of the stream.
         items: for every range of a live shard that this rank receives, the parts of tensors that it fills.
-        rounds: the pieces that this rank sends or receives; the pieces of all ranks if a round is one all-reduce.
+        rounds: the pieces that this rank sends or receives; those of all ranks if every rank gets all pieces.
     """
 
     tensors: tuple[Shard, ...]
@@ -563,13 +571,34 @@ def _result(results: Sequence[_T], failures: Sequence[Exception]) -> _T:
 def _unite_round(
     channel: Channel, pieces: Sequence[TransferPiece], own: Sequence[Array]
 ) -> list[tuple[TransferPiece, Array]]:
-    """Return all pieces of a round by an all-reduce, like :func:`.exchange_round`. Every rank must call."""
-    array, end, left = np.zeros(sum(piece.size for piece in pieces), np.uint8), 0, iter(own)
+    """Return all pieces of a round on every rank, like :func:`.exchange_round`. Every rank must call."""
+    sizes: dict[int, int] = {}
     for piece in pieces:
-        end += piece.size
-        if piece.move.owner == channel.rank:
-            array[end - piece.size : end] = next(left).reshape(-1).view(np.uint8)
-    return list(zip(pieces, unpacked(channel.unite(array, None, None), pieces), strict=True))
+        sizes[piece.move.owner] = sizes.get(piece.move.owner, 0) + piece.size
+    mine = np.concatenate([array.reshape(-1).view(np.uint8) for array in own]) if own else np.empty(0, np.uint8)
+    if len(sizes) <= MAX_BROADCASTS:
+        parts = {
+            owner: channel.unite(mine if owner == channel.rank else np.empty(size, np.uint8), owner, None)
+            for owner, size in sizes.items()
+        }
+    else:
+        parts = _united(channel, mine, sizes)
+    return [
+        found
+        for owner, part in parts.items()
+        for theirs in [[piece for piece in pieces if piece.move.owner == owner]]
+        for found in zip(theirs, unpacked(part, theirs), strict=True)
+    ]
+
+
+def _united(channel: Channel, mine: Array, sizes: Mapping[int, int]) -> dict[int, Array]:
+    """Return the bytes of every holder, by rank, from one all-reduce."""
+    ends = dict(zip(sizes, accumulate(sizes.values()), strict=True))
+    array = np.zeros(sum(sizes.values()), np.uint8)
+    if channel.rank in ends:
+        array[ends[channel.rank] - mine.size : ends[channel.rank]] = mine
+    everything = channel.unite(array, None, None)
+    return {owner: everything[ends[owner] - size : ends[owner]] for owner, size in sizes.items()}
 
 
 def empty_tensor(shard: Shard) -> Any:

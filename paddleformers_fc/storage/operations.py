@@ -44,6 +44,8 @@ _CAST_NUMBERS = 128 << 10
 _CONFLICT_STRIDE = 1024
 """Rows at multiples of this distance evict one another from a cache."""
 _LINE = 64
+SCRATCH_BYTES = STRIPE * (COLUMN_BYTES + 2 * _LINE)
+"""Memory for the rows of a tile of a matrix."""
 
 Sizes = tuple[int, ...]
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -303,9 +305,8 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     def _place(self, image: int, scratch: Array, scales: Array | None) -> None:
         dtype, to = self.dtype, self.to
-        if dtype == to or self.scales is not None:
-            to = np.dtype(f"u{to.itemsize}")  # Numpy copies plain bits faster.
-            dtype = to if self.scales is None else dtype
+        if self.scales is not None:
+            to = _bits(to)
         source: Array = np.ndarray(self.sizes, dtype, memory_at(image, self.size), strides=self.sources)
         targets, address = self.targets, self.address
         if self.scales is not None and scales is not None:
@@ -314,17 +315,36 @@ class Operation(msgspec.Struct, frozen=True, gc=False, eq=False):
             targets = (*targets[:-1], targets[-1] // self.scales.tensor.scheme.per_byte)
             address += skipped * targets[-1]
         reach = sum((n - 1) * stride for n, stride in zip(source.shape, targets, strict=True)) + to.itemsize
-        target: Array = np.ndarray(source.shape, to, memory_at(address, reach), strides=targets)
-        fast = min(range(source.ndim), key=targets.__getitem__)
-        if fast == source.ndim - 1:
-            copy_cast(target, source, self.path)
-            return
-        before, between = (slice(None),) * fast, (slice(None),) * (source.ndim - 2 - fast)
-        width = max(1, COLUMN_BYTES // source.itemsize)
-        for low in range(0, source.shape[fast], STRIPE):
-            for left in range(0, source.shape[-1], width):
-                part = (*before, slice(low, low + STRIPE), *between, slice(left, left + width))
-                copy_cast(target[part], _spread(source[part], fast, scratch), self.path)
+        copy_tiled(np.ndarray(source.shape, to, memory_at(address, reach), strides=targets), source, scratch, self.path)
+
+
+def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(f"u{dtype.itemsize}")
+
+
+def copy_tiled(target: Array, source: Array, scratch: Array, where: AnyPath) -> None:
+    """Copy and cast elements, in tiles if they are transposed.
+
+    Args:
+        target: the array to fill, of any strides.
+        source: an array of the same shape, whose last axis has the smallest stride.
+        scratch: memory for rows of a transpose, :data:`SCRATCH_BYTES` for a matrix.
+        where: the file of the numbers, for errors.
+    Raises:
+        MismatchError: a number is too large for the target's dtype.
+    """
+    if target.dtype == source.dtype:  # Numpy copies plain bits faster.
+        target, source = target.view(_bits(target.dtype)), source.view(_bits(source.dtype))
+    fast = min(range(source.ndim), key=target.strides.__getitem__, default=-1)
+    if fast == source.ndim - 1:
+        copy_cast(target, source, where)
+        return
+    before, between = (slice(None),) * fast, (slice(None),) * (source.ndim - 2 - fast)
+    width = max(1, COLUMN_BYTES // source.itemsize)
+    for low in range(0, source.shape[fast], STRIPE):
+        for left in range(0, source.shape[-1], width):
+            part = (*before, slice(low, low + STRIPE), *between, slice(left, left + width))
+            copy_cast(target[part], _spread(source[part], fast, scratch), where)
 
 
 def _spread(rows: Array, fast: int, scratch: Array) -> Array:

@@ -637,7 +637,9 @@ def stream(
         require(FLAG, adapters=adapters)
         check_dtype(dtype or "")
         selected = None if names is None else tuple(names)
-        request = StreamRequest(_receivers(to, channel.world_size), selected, dtype or "", int(max_bytes))
+        request = StreamRequest(
+            _receivers(to, channel.world_size), channel.world_size, selected, dtype or "", int(max_bytes)
+        )
         source, described = described_source(model, None, family, config, mapping)
         models.check_defined(source.model)
         _check_adapters(described, request, adapters)

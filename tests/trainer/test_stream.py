@@ -91,7 +91,7 @@ def after_training(
     )
     trainer.train()
     if united:
-        stream.MAX_DIRECT_RECEIVERS = 0
+        stream.MAX_DIRECT_RECEIVERS = stream.MAX_BROADCASTS = 0
     found = {way: digests_of(paddleformers_fc.stream(trainer.model, **given)) for way, given in streams.items()}
     trainer.model.save_pretrained(f"{output_dir}/hf", max_shard_size=60_000)
     return found

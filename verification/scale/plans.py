@@ -99,7 +99,7 @@ def count_stream(job: tuple[str, int, str]) -> str:
     described = model.model
     layouts = [{MODEL_STATE: model.roles(rank)[MODEL_STATE]} for rank in range(world)]
     payloads = [encode_rank_shards(layout) for layout in layouts]
-    request = StreamRequest(tuple(range(world)) if to == "all" else (0,))
+    request = StreamRequest(tuple(range(world)) if to == "all" else (0,), world)
     ties: list[Ties] = []
     begun = time.monotonic()
     packed = describe_job(payloads, described, ties)
