@@ -282,7 +282,7 @@ class PaddleChannel(CollectiveChannel):
         super().__init__(int(dist.get_rank()), int(dist.get_world_size()))
 
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
-        """Return the maximum of an array over all ranks, with one collective, in place if tensors are in host memory."""
+        """Return the maximum of an array over all ranks, with one collective; in host memory in place."""
         import paddle
         import paddle.distributed as dist
 

@@ -60,7 +60,9 @@ def save_weights(
     writer = HUGGINGFACE_WRITER if model.adapters is None else PEFT_WRITER
     with staging_beside(target, channel, place_of=staged_name) as staging:
         writers = tuple(staging.disks.sharing()[0])
-        request = StreamRequest(writers, channel.world_size, max_file_bytes=max_shard_bytes, is_divided=True, tied=tied, role=role)
+        request = StreamRequest(
+            writers, channel.world_size, max_file_bytes=max_shard_bytes, is_divided=True, tied=tied, role=role
+        )
         facts = {"versions": software_versions(), "config": comparable_config(model), "request": repr(request)}
         consistency = ConsistencyCheck(f"exporting to {target.name}", facts)
 

@@ -55,8 +55,8 @@ def train(
     from paddleformers.trainer import TrainerCallback
 
     from paddleformers_fc import averaged_weights
-    from paddleformers_fc.execute import load, save
-    from paddleformers_fc.trainer import live_roles
+    from paddleformers_fc.execute import load
+    from paddleformers_fc.trainer import live_roles, save
     from paddleformers_fc.trainer.session import session_of
     from tests.trainer.ema_jobs import bits
 
