@@ -74,10 +74,10 @@ def row(family: Family) -> tuple[str, ...]:
     cells = SIMULATED * sum(kind != NLP for kind in classes)
     compared = [one for one in fixtures.names() if one.split("-")[0] == name and one not in REFUSED]
     logits = f"{len(compared)}, {'TP 1' if name in ONE_RANK else 'TP 1 and 2'}" if compared else "none"
-    note = next((notes[name] for notes in (NOT_COMPARED, ONE_RANK, EXCEPT) if name in notes), "")
+    note = next((notes[name] for notes in (ONE_RANK, EXCEPT) if name in notes), "")
     if name not in _PAGES:
-        return name, ", ".join(classes), "simulated", logits, f"{cells} of {cells}", note
+        return name, ", ".join(classes), "simulated", logits, f"{cells}/{cells}", note
     page = (_RESULTS / f"{_PAGES[name]}.md").read_text()
     found = re.search(r"^\* (\d+ of \d+) cells: every tensor", page, re.MULTILINE)
     assert found, name
-    return name, ", ".join(classes), "trained", logits, found[1], note
+    return name, ", ".join(classes), "trained", logits, found[1].replace(" of ", "/"), note

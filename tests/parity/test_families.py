@@ -19,7 +19,8 @@ HEAD = """# Families
   [Qwen3-MoE](results/qwen3_moe.md) and [Qwen 2.5 VL](results/qwen2_5_vl.md). *simulated*:
   [simulated ranks](results/simulated.md) do the same for all families.
 * **equal logits**: number of tiny Transformers checkpoints, with images for vision-language models, whose logits under
-  these tensor-parallel degrees agree within 2e-6 and whose exports are byte-equal.
+  these tensor-parallel degrees agree within 2e-6 and whose exports are byte-equal. PaddleFleet is on no
+  public index, so its own classes have none.
 * **layouts**: pairs of a saving and a resuming layout with equal tensors.
 
 """
