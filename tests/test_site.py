@@ -24,6 +24,7 @@ CONTENT = re.compile(r"<article.*?</article>", re.DOTALL)
 NAVIGATION = re.compile(r'data-md-type="navigation".*?(?=data-md-type="toc"|<article)', re.DOTALL)
 LINK = re.compile(r'<a[^>]*\shref="([^"#:]+)(?:#[^"]*)?"')
 ENTRIES = 25
+PICTURED = ("index", "options", "plan")
 CHINESE = {
     "恢复": (["恢复"], {"zh/resume-under-another-layout.html", "zh/concepts.html", "zh/troubleshooting.html"}),
     "异步保存": (["异步", "保存"], {"zh/options.html", "zh/troubleshooting.html"}),
@@ -120,6 +121,27 @@ def test_pictures_have_a_light_ground_in_dark_mode(site: Path, texts: dict[str, 
     """
     found = measured(site, pages, tmp_path, 1366, script)
     assert {page: seen for page, seen in found.items() if seen != ["slate", "rgb(255, 255, 255)"]} == {}
+
+
+@browser
+def test_pages_are_dark_in_dark_mode(site: Path, tmp_path: Path) -> None:
+    """With ``FLEX_WRITE_PICTURES`` the picture of the evidence is written."""
+    from PIL import Image, ImageStat
+
+    shots = {(page, mode): tmp_path / f"{page}-{mode}.png" for page in PICTURED for mode in (0, 1)}
+    for (page, mode), shot in shots.items():
+        script = f"addEventListener('load', () => document.querySelectorAll('[name=__palette]')[{mode}].click());"
+        options = ("--virtual-time-budget=10000", f"--screenshot={shot}")
+        shown(site / f"{page}.html", tmp_path, *options, script=script, width=1366, height=900)
+    pictures = {key: Image.open(shot).convert("RGB") for key, shot in shots.items()}
+    brightness = {key: ImageStat.Stat(picture.convert("L")).mean[0] for key, picture in pictures.items()}
+    assert all(brightness[page, 0] > 200 > 120 > brightness[page, 1] for page in PICTURED), brightness
+    if os.environ.get("FLEX_WRITE_PICTURES"):
+        sheet = Image.new("RGB", (2 * 683, len(PICTURED) * 450))
+        for (page, mode), picture in pictures.items():
+            place = (mode * 683, PICTURED.index(page) * 450)
+            sheet.paste(picture.resize((683, 450), Image.Resampling.LANCZOS), place)
+        sheet.quantize(64).save(ROOT / "docs/results/site.png", optimize=True)
 
 
 @browser
