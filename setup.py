@@ -95,7 +95,8 @@ setup(
             "safetensors>=0.4.3",
             "setuptools>=77",
         ],
-        "docs": ["mkdocs>=1.6.0", "mkdocs-material>=9.5.30", "pymdown-extensions>=10.8"],
+        # jieba divides Chinese text into words for the search of the site.
+        "docs": ["jieba>=0.42.1", "mkdocs>=1.6.0", "mkdocs-material>=9.5.30", "pymdown-extensions>=10.8"],
         # What make soak uses where it is there; there is no release for every Python.
         "fuzz": ["atheris>=2.3.0"],
     },

@@ -1,4 +1,4 @@
-"""Write pages of the site from the code: keys, commands, Python API and errors.
+"""Write pages of the site from the code: commands, Python API and errors.
 
 The pages are strings of Markdown; :mod:`tools.site` adds them to the site. They are written at every build, so that
 they cannot differ from the code, and without Paddle.
@@ -7,7 +7,6 @@ they cannot differ from the code, and without Paddle.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import re
 from collections.abc import Iterable, Iterator
@@ -21,38 +20,22 @@ _EXAMPLE = re.compile(r"^Examples?:\n((?: {4}.*\n?)+)", re.MULTILINE)
 _ROLE = re.compile(r":\w+:`(?:~?[\w.]*\.)?(\w+)`")
 
 
-def options() -> str:
-    """Return the page of all keys with type, default and the help of ``train``."""
-    from paddleformers_fc.trainer.options import FlexFields
-
-    defaults = vars(FlexFields())
-    rows = [
-        (f"`{one.name}`", f"`{one.type}`", f"`{defaults[one.name]}`", _without_default(one.metadata["help"]))
-        for one in dataclasses.fields(FlexFields)
-        if "help" in one.metadata
-    ]
-    return "# Keys\n\n" + _lines(
-        "Every key of this package, from the code. [Options](../docs/options.md) has the details.",
-        _table(("key", "type", "default", "meaning"), rows),
-    )
-
-
 def commands() -> str:
-    """Return the page of all commands with arguments, options and help."""
+    """Return the section of all commands with arguments, options and help."""
     import typer
 
     from paddleformers_fc.cli.main import PROGRAM, app
 
-    parts = ["Every command, from the code. [Commands](../docs/commands.md) has exit codes and examples."]
+    parts: list[str] = []
     for name, command in sorted(typer.main.get_group(app).commands.items()):
         arguments = [one for one in command.params if not one.opts[0].startswith("-")]
         options = [one for one in command.params if one.opts[0].startswith("-")]
         usage = " ".join([PROGRAM, name, *(_argument(one) for one in arguments), "[OPTIONS]"])
-        parts += [f"## {name}", f"```text\n{usage}\n```", _markdown(command.help or "")]
+        parts += [f"### {name}", f"```text\n{usage}\n```", _markdown(command.help or "")]
         rows = [(f"`{_metavar(one)}`", "", _help(one)) for one in arguments]
         rows += [(f"`{'`, `'.join((*one.opts, *one.secondary_opts))}`", _default(one), _help(one)) for one in options]
         parts.append(_table(("argument or option", "default", "meaning"), rows))
-    return "# Command line\n\n" + _lines(*parts)
+    return "## Command line\n\n" + _lines(*parts)
 
 
 def api() -> str:
@@ -211,10 +194,6 @@ def _metavar(one: Any) -> str:
 def _argument(one: Any) -> str:
     name = _metavar(one) + (" ..." if one.nargs == -1 else "")
     return name if one.required else f"[{name}]"
-
-
-def _without_default(text: str) -> str:
-    return _cell(_escaped(re.sub(r" Default: [^ ]+\.$", "", text)))
 
 
 def _escaped(text: str) -> str:

@@ -16,8 +16,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mkdocs.structure.files import File, Files  # noqa: E402
+from mkdocs.structure.files import File, Files, InclusionLevel  # noqa: E402
 
+import paddleformers_fc  # noqa: E402
 from tools import json_page, reference  # noqa: E402
 
 DOCUMENTS = "docs/"
@@ -29,37 +30,57 @@ MOVED = {
 }
 """Pages of the repository outside docs/, and where they are on the site."""
 WRITTEN: dict[str, tuple[str, Callable[[], str]]] = {
-    "reference/options.md": ("paddleformers_fc/trainer/options.py", reference.options),
-    "reference/commands.md": ("paddleformers_fc/cli/main.py", reference.commands),
     "reference/api.md": ("paddleformers_fc/api.py", reference.api),
     "reference/errors.md": ("paddleformers_fc/errors.py", reference.errors),
     "reference/json.md": ("tools/json_page.py", json_page.page),
 }
 """Pages from the code: the source to which a link in the repository leads, and what writes the page."""
-PAGES = MOVED | {source: page for page, (source, _) in WRITTEN.items()}
+APPENDED = {"commands.md": reference.commands}
+"""Pages of docs/ that end with a section from the code."""
+SECTIONS = {"paddleformers_fc/cli/main.py": "commands.md#command-line"}
+"""Sources to which a link in the repository leads, and the appended section on the site."""
+PAGES = MOVED | SECTIONS | {source: page for page, (source, _) in WRITTEN.items()}
 ORIGINS = {page: name for name, page in MOVED.items()}
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+_LONG = re.compile(r"(?<=<code>)[^<]{50,}(?=</code></td>)")
 _EXTERNAL = re.compile(r"[a-z]+:|#")
+
+
+def on_config(config: Any) -> Any:
+    """Show the version next to the name of the site, on every page."""
+    config.site_name += f" {paddleformers_fc.__version__}"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are not files of docs/."""
     for name, page in MOVED.items():
         if (ROOT / name).is_file():
-            files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+            files.append(_generated(config, page, (ROOT / name).read_text(encoding="utf-8")))
     for page, (_, write) in WRITTEN.items():
-        files.append(File.generated(config, page, content=write()))
+        files.append(_generated(config, page, write()))
     return files
 
 
+def _generated(config: Any, page: str, text: str) -> File:
+    return File.generated(config, page, content=text, inclusion=InclusionLevel.NOT_IN_NAV)
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Rewrite the links of a page, but nothing in its blocks of code."""
+    """Add the section from the code to a page that has one, and rewrite links outside blocks of code."""
     uri = page.file.src_uri
+    if uri in APPENDED:
+        markdown = f"{markdown}\n{APPENDED[uri]()}"
     pieces = _FENCED.split(markdown)
     pieces[::2] = [_LINK.sub(lambda found: _link(uri, *found.groups()), piece) for piece in pieces[::2]]
     # A table or list directly below a comment is not seen as one.
     return re.sub(r"^(<!--.*-->)\n(?=\S)", r"\1\n\n", "".join(pieces), flags=re.MULTILINE)
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
+    """Let names in tables that are longer than any key, such as those of tests, break at their underscores."""
+    return _LONG.sub(lambda found: re.sub(r"(::|_)", r"\1<wbr>", found[0]), content)
 
 
 def _link(uri: str, picture: str, text: str, target: str) -> str:

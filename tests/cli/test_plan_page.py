@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
 from tests.cli.support import run
-from tests.harness.limits import LIMIT
+from tests.harness.browser import browser, measured, shown
 from verification import simulate_ranks
 
 WRITE = "FLEX_WRITE_PICTURES"
@@ -37,9 +35,6 @@ MODEL = ModelDescription(
     }
 )
 SAVED, FEW, MANY = "tp=4,pp=2,sharding=2", "tp=2,pp=2,sharding=2", "tp=8,pp=4,sharding=8"
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, as in Debian's package chromium")
 
 
 @pytest.fixture(scope="module")
@@ -71,21 +66,6 @@ def content(page: Path) -> dict[str, Any]:
     found = json.loads(data)
     assert isinstance(found, dict)
     return found
-
-
-def shown(page: Path, tmp_path: Path, *options: str, script: str = "", width: int = 1240, height: int = 1200) -> str:
-    """The page as Chromium shows it, after a script that acts for a person."""
-    acting = tmp_path / f"acting-{page.name}"
-    acting.write_text(page.read_text(encoding="utf-8").replace("</body>", f"<script>{script}</script></body>"))
-    command = [
-        str(CHROMIUM),
-        *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking"),
-        *(f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},{height}"),
-        *("--host-resolver-rules=MAP * ~NOTFOUND", *(options or ("--dump-dom",)), acting.as_uri()),
-    ]
-    return subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=LIMIT, check=True
-    ).stdout
 
 
 @pytest.mark.parametrize("grid", [FEW, MANY])
@@ -187,6 +167,14 @@ def test_tensors_are_found_by_words_of_their_names(pages: dict[str, Path], tmp_p
         "model.layers.5.input_layernorm.weight",
         "model.layers.5.post_attention_layernorm.weight",
     ]
+
+
+@browser
+def test_the_page_does_not_scroll_sideways_on_a_telephone(pages: dict[str, Path], tmp_path: Path) -> None:
+    names = [page.name for page in pages.values()]
+    script = "return [window.innerWidth, document.documentElement.scrollWidth];"
+    found = measured(pages[FEW].parent, names, tmp_path, 390, script)
+    assert list(found.values()) == [[390, 390]] * 2
 
 
 @browser

@@ -12,13 +12,11 @@ from paddleformers_fc.families import Family
 from paddleformers_fc.families.registry import NLP, family_classes
 from tests.parity import fixtures
 
-_FLEET = "no logits compared: PaddleFleet is on no public index"
-_FLEET_LAYERS = "no logits compared: the class needs PaddleFleet, which is on no public index"
+_FLEET = "PaddleFleet is on no public index"
 
-NOT_COMPARED = {
-    **dict.fromkeys(("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "deepseek_v4"), _FLEET),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _FLEET_LAYERS),
-}
+NOT_COMPARED = dict.fromkeys(
+    ("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "deepseek_v4", "qwen3_5", "qwen3_5_moe"), _FLEET
+)
 """Families whose logits are not compared with those of Transformers, and the reasons."""
 
 # What PaddleFormers gets wrong, so that there are no logits to compare.
@@ -67,7 +65,7 @@ SIMULATED = 16
 """Layouts of every class resumed under other ones by simulated ranks, in ``docs/results/simulated.md``."""
 
 
-HEADINGS = ("family", "classes", "mapping", "logits compared", "layouts", "note")
+HEADINGS = ("family", "classes", "mapping", "equal logits", "layouts", "note")
 
 
 def row(family: Family) -> tuple[str, ...]:
@@ -75,11 +73,11 @@ def row(family: Family) -> tuple[str, ...]:
     name, classes = family.name, family_classes(family)
     cells = SIMULATED * sum(kind != NLP for kind in classes)
     compared = [one for one in fixtures.names() if one.split("-")[0] == name and one not in REFUSED]
-    logits = f"{len(compared)} checkpoints, {'TP 1' if name in ONE_RANK else 'TP 1, TP 2'}" if compared else ""
-    note = next((notes[name] for notes in (NOT_COMPARED, ONE_RANK, EXCEPT) if name in notes), "")
+    logits = f"{len(compared)}, {'TP 1' if name in ONE_RANK else 'TP 1 and 2'}" if compared else "none"
+    note = next((notes[name] for notes in (ONE_RANK, EXCEPT) if name in notes), "")
     if name not in _PAGES:
-        return name, ", ".join(classes), "simulated", logits, f"{cells} of {cells} cells", note
+        return name, ", ".join(classes), "simulated", logits, f"{cells}/{cells}", note
     page = (_RESULTS / f"{_PAGES[name]}.md").read_text()
-    found = re.search(r"^\* (\d+ of \d+ cells): every tensor", page, re.MULTILINE)
+    found = re.search(r"^\* (\d+ of \d+) cells: every tensor", page, re.MULTILINE)
     assert found, name
-    return name, ", ".join(classes), "trained", logits, found[1], note
+    return name, ", ".join(classes), "trained", logits, found[1].replace(" of ", "/"), note

@@ -17,9 +17,11 @@ HEAD = """# Families
 * **mapping**: every declaration is proved. *trained*: real ranks resume every layout under every other one, see
   [Llama](results/llama2.md), [ERNIE 4.5 MoE](results/ernie4_5_moe.md), [Qwen 3](results/qwen3.md),
   [Qwen3-MoE](results/qwen3_moe.md) and [Qwen 2.5 VL](results/qwen2_5_vl.md). *simulated*:
-  [simulated ranks](results/simulated.md) do the same with the tensors of all families.
-* **logits compared**: tiny checkpoints of Transformers, with images for vision-language models, are loaded under these
-  tensor-parallel degrees. Logits agree within 2e-6, and exports are equal byte by byte.
+  [simulated ranks](results/simulated.md) do the same for all families.
+* **equal logits**: number of tiny Transformers checkpoints, with images for vision-language models, whose logits under
+  these tensor-parallel degrees agree within 2e-6 and whose exports are byte-equal. PaddleFleet is on no
+  public index, so its own classes have none.
+* **layouts**: pairs of a saving and a resuming layout with equal tensors.
 
 """
 

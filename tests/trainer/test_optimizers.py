@@ -345,11 +345,11 @@ def states_of(checkpoint: Path) -> str:
         if tensor.role != "model_state":
             state = split_state_name(tensor.role, tensor.name, tensor.shape)
             kinds.setdefault(state.suffix, {})[tensor.dtype, state.shape] = None
-    return "; ".join(
-        f"`{suffix}` {' and '.join(dtype for dtype, _ in found)}"
-        + ("" if {shape for _, shape in found} == {StateShape.PARAMETER} else f", {next(iter(found))[1].value}")
-        for suffix, found in sorted(kinds.items())
-    )
+    alike: dict[str, list[str]] = {}
+    for suffix, found in sorted(kinds.items()):
+        shape = "" if {shape for _, shape in found} == {StateShape.PARAMETER} else f", {next(iter(found))[1].value}"
+        alike.setdefault(" and ".join(dtype for dtype, _ in found) + shape, []).append(f"`{suffix}`")
+    return "; ".join(f"{', '.join(suffixes)} {kind}" for kind, suffixes in alike.items())
 
 
 def result(error: str) -> str:
@@ -388,7 +388,8 @@ def test_a_run_resumes_exactly_and_under_other_layouts_as_the_table_states(
         outcomes: dict[str, list[str]] = {}
         for name, errors in under.items():
             outcomes.setdefault(result(errors[key]) or "equal digests", []).append(name)
-        text = "; ".join(f"{', '.join(names)}: {outcome}" for outcome, names in outcomes.items())
+        named = {", ".join(names) if len(outcomes) > 1 else "all": outcome for outcome, names in outcomes.items()}
+        text = "; ".join(f"{names}: {outcome}" for names, outcome in named.items())
         states = states_of(saved / key / "checkpoint-2") or "none"
         resumed = "bitwise" if exact[key] else "DIFFERS"
         rows[key] = f"| {CHOICES[key].optimizer} | {states} | {resumed} | {text} |\n"
