@@ -293,9 +293,12 @@ def read_redistributed(
         message = FillMessage(bool(found.faults), found.evidence, refusal, rounded(timer.end("read")))
         return message, (structs.replace(done, read=done.read + rest, hashed=found.bytes), failure)
 
-    messages, (done, failure) = gather_and_keep(channel, f"reading {storage.root.name}", fill, FillMessage)
-    effect = ", and tensors that were being filled are undefined"
-    raise_faults(storage.root, channel, messages, storage.recorded.next_step, effect, failure)
+    try:
+        messages, (done, failure) = gather_and_keep(channel, f"reading {storage.root.name}", fill, FillMessage)
+        raise_faults(storage.root, channel, messages, storage.recorded.next_step, failure)
+    except FlexError as error:
+        what = f"{error.what} The tensors that were being filled are undefined."
+        raise type(error)(what, where=error.where, evidence=error.evidence, next_step=error.next_step) from error
     return structs.replace(done, slowest=slowest_of("read", [one.seconds for one in messages]))
 
 

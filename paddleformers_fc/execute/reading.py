@@ -130,17 +130,16 @@ def _by_stored_axis(item: ReadItem, strides: Sizes) -> Sizes:
 
 
 def cut_large_shards(
-    items: tuple[ReadItem, ...], slots: Mapping[Key, Any], most: int
-) -> tuple[tuple[ReadItem, ...], Mapping[Key, Any]]:
+    items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], most: int
+) -> tuple[tuple[ReadItem, ...], Mapping[Key, Slot]]:
     """Replace large shards by pieces, in the items and slots of a load.
 
     Args:
         items: the reads.
-        slots: memory by role and full name. A slot with a host array and with ``elements`` can be divided: ``part``
-            returns the slot of a range of its elements.
+        slots: memory by role and full name.
         most: maximum bytes of a piece; at least one row.
     """
-    large = {key: slot for key, slot in slots.items() if slot.host_bytes > most and getattr(slot, "elements", 0)}
+    large = {key: slot for key, slot in slots.items() if slot.host_bytes > most and slot.elements}
     if not large:
         return items, slots
     found: dict[Key, list[ReadItem]] = {}
@@ -207,6 +206,13 @@ class Slot(Protocol):
     @property
     def host_bytes(self) -> int:
         """Bytes of the host array that is filled instead of the shard; 0 if the shard is filled in place."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of a shard that can be filled in pieces; 0 if it is filled at once."""
+
+    def part(self, start: int, stop: int) -> Slot:
+        """Return the slot of a range of elements of a shard that can be filled in pieces."""
 
     def open(self) -> Memory:
         """Return memory of the shard's dtype and size to fill."""
@@ -412,10 +418,18 @@ class ArraySlot(msgspec.Struct):
 
     Args:
         array: one-dimensional, of the shard's dtype and size.
+        host_bytes: as for :class:`Slot`; by default the array itself is filled.
+        elements: as for :class:`Slot`.
     """
 
     array: np.ndarray[Any, Any]
     host_bytes: int = 0
+    elements: int = 0
+
+    def part(self, start: int, stop: int) -> ArraySlot:
+        """Return the slot of a range of elements."""
+        part = self.array[start:stop]
+        return ArraySlot(part, part.nbytes, part.size)
 
     def open(self) -> Memory:
         """Return the array."""
