@@ -36,7 +36,6 @@ from paddleformers_fc.layout.live import LocalTensor, Roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.mapping.templates import NEW_AXIS
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.transfer_plan import (
@@ -56,7 +55,7 @@ from paddleformers_fc.storage.block_checksums import comparison_of
 from paddleformers_fc.storage.dtypes import copy_cast
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, Blocks, OwnedBlocks, ReadOptions, ReadPool
 from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities, same_bytes_key
-from paddleformers_fc.storage.operations import numpy_dtype
+from paddleformers_fc.storage.operations import numpy_dtype, row_major
 
 Array = np.ndarray[Any, Any]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -495,20 +494,6 @@ class _Rounds:
         self._bytes_read += execute_reads(part, storage.root, slots, options, storage.identities, self._blocks)
 
 
-def _item_view(buffer: Array, item: ReadItem) -> Array:
-    """Return the item's part of its shard's buffer, with axes in the order of the stored region."""
-    volume = math.prod(item.shape)
-    part = buffer[item.start : item.start + volume].reshape(item.shape)
-    part = part[tuple(slice(low, high) for low, high in zip(item.part.lo, item.part.hi, strict=True))]
-    added = tuple(axis for axis, source in enumerate(item.axes) if source == NEW_AXIS)
-    kept = [source for source in item.axes if source != NEW_AXIS]
-    ordered = (part.squeeze(added) if added else part).transpose(sorted(range(len(kept)), key=kept.__getitem__))
-    missing = [axis for axis in range(len(item.stored.shape)) if axis not in kept]
-    for axis in missing:
-        ordered = np.expand_dims(ordered, axis)
-    return ordered
-
-
 def fill_piece(buffer: Array, item: ReadItem, piece: TransferPiece, array: Array, where: paths.AnyPath) -> None:
     """Copy a received piece to the part of an item that it fills.
 
@@ -521,7 +506,11 @@ def fill_piece(buffer: Array, item: ReadItem, piece: TransferPiece, array: Array
     """
     box = piece.box.relative_to(item.stored.part.lo)
     part = tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))
-    copy_cast(_item_view(buffer, item)[part], array, where)
+    width, memory = buffer.itemsize, buffer.view(np.uint8)
+    first = item.start * width
+    first += sum(low * stride for low, stride in zip(item.part.lo, row_major(item.shape, width), strict=True))
+    view: Array = np.ndarray(item.stored.part.shape, buffer.dtype, memory, first, item.target_strides(width))
+    copy_cast(view[part], array, where)
 
 
 def exchange_round(

@@ -84,8 +84,7 @@ def operations_of(
         address = memory.at(item.start * memory.dtype.itemsize + like.address, reach)
         if isinstance(identity, ScaledFile):
             tensor, box = identity.tensor_at(stored.begin), (stored.part.lo, stored.part.hi)
-            strides = _by_stored_axis(item, row_major(item.shape, memory.dtype.itemsize))
-            yield from scaled(tensor, identity.dtype, box, strides, memory, address)
+            yield from scaled(tensor, identity.dtype, box, item.target_strides(memory.dtype.itemsize), memory, address)
         elif not like.sizes:
             yield Operation(path, stored.begin + like.begin, like.size, address, memory.owner)
         else:
@@ -111,8 +110,8 @@ def _form(item: ReadItem, to: np.dtype[Any]) -> tuple[Operation, int] | None:
     """
     stored, dtype = item.stored, numpy_dtype(item.stored.dtype)
     sources, source = _placed(stored.shape, stored.part, dtype.itemsize)
-    targets, target = _placed(item.shape, item.part, to.itemsize)
-    strides = sources, _by_stored_axis(item, targets)
+    _, target = _placed(item.shape, item.part, to.itemsize)
+    strides = sources, item.target_strides(to.itemsize)
     like = strided(Path(), source, stored.part.shape, strides, (dtype, to), target, None)
     return None if like is None else (like, like.reach)
 
@@ -121,12 +120,6 @@ def _placed(shape: Shape, part: Box, width: int) -> tuple[Sizes, int]:
     """Return the byte strides of a row-major box, and the offset of a part of it."""
     strides = row_major(shape, width)
     return strides, sum(low * stride for low, stride in zip(part.lo, strides, strict=True))
-
-
-def _by_stored_axis(item: ReadItem, strides: Sizes) -> Sizes:
-    """Return the target strides in the order of the stored axes; 0 for an axis of length one that the target lacks."""
-    by_axis = dict(zip(item.axes, strides, strict=True))
-    return tuple(by_axis.get(axis, 0) for axis in range(len(item.stored.shape)))
 
 
 def cut_large_shards(
