@@ -99,7 +99,7 @@ def require_plan(source: ReadSource, layout: ShardsByRole) -> LoadPlan:
     """
     catalog, plan = source.catalog, plan_reads(source, layout)
     plan.report.raise_error(str(catalog.root))
-    verify_equal(plan.checks, catalog.root, identities=catalog.identities)
+    verify_equal(plan.checks, catalog.root, catalog.identities)
     return plan
 
 

@@ -329,24 +329,18 @@ class _Targets:
         self._open.clear()
 
 
-def verify_equal(
-    checks: tuple[EqualCheck, ...],
-    root: AnyPath,
-    options: ReadOptions = DEFAULT_OPTIONS,
-    identities: Identities = NO_IDENTITIES,
-) -> None:
+def verify_equal(checks: tuple[EqualCheck, ...], root: AnyPath, identities: Identities = NO_IDENTITIES) -> None:
     """Read both sides of every check, and compare their digests.
 
     Args:
         checks: pairs of ranges that must be equal.
         root: the directory that files are relative to.
-        options: threads and staging memory.
         identities: identities of the checked files; reading a replaced file raises an error.
     Raises:
         MismatchError: names every pair that differs.
     """
     sides = (side for check in checks for side in (check.left, check.right))
-    check_equal(checks, digests_of(sides, root, options, identities), root)
+    check_equal(checks, digests_of(sides, root, DEFAULT_OPTIONS, identities), root)
 
 
 def digests_of(
