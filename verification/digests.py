@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from paddleformers_fc.execute.digest import TensorDigest, digest_tensors
+from paddleformers_fc.execute.digest import TensorDigest, digest_tensors, weights_md5
 from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source
@@ -31,3 +31,14 @@ def unequal_tensors(expected: Iterable[TensorDigest], found: Iterable[TensorDige
     """Return role and name of the tensors that are not bitwise the same on both sides, or on one side only."""
     known, actual = ({(each.role, each.name): each for each in side} for side in (expected, found))
     return [key for key in sorted(known.keys() | actual.keys()) if known.get(key) != actual.get(key)]
+
+
+def stored_md5(directory: AnyPath) -> str:
+    """Read all tensors of open weights, and return the md5 of their names and bytes (:func:`.weights_md5`).
+
+    Args:
+        directory: a directory or URL of open weights.
+    Raises:
+        FlexError: the directory cannot be opened or read.
+    """
+    return weights_md5({one.name: one.md5 for one in canonical_digests(directory)})

@@ -55,72 +55,10 @@ class DiskLeaders(msgspec.Struct, frozen=True):
 
 
 class _Visibility(msgspec.Struct, frozen=True):
-    """The leader whose token a rank can see, and the rank's host."""
+    """The leader whose staging directory a rank can see, and the rank's host."""
 
     lead: int | None
     host: str
-
-
-def find_disk_leaders(
-    channel: Channel,
-    doing: str,
-    token: str,
-    put: Callable[[], str],
-    is_visible: Callable[[str], bool],
-    message: Callable[[], bytes] = bytes,
-) -> tuple[DiskLeaders, list[bytes]]:
-    """Find the ranks that share a disk.
-
-    Args:
-        channel: all ranks; every rank must call.
-        doing: description of the operation, for errors.
-        token: the name of rank 0's token.
-        put: creates a token with a new name on this rank's disk and returns the name; called on some ranks.
-        is_visible: returns whether this rank can see a token.
-        message: returns this rank's message for rank 0.
-    Returns:
-        the disks, and on rank 0 the messages of all ranks.
-    Raises:
-        FlexError: the same on every rank.
-    """
-    is_hidden = np.zeros(1, np.uint8)
-
-    def look() -> tuple[bytes, bool]:
-        sees = channel.rank == 0 or is_visible(token)
-        is_hidden[0] = not sees
-        return message(), sees
-
-    messages, sees = gather_and_keep(channel, doing, look, bytes, to=0, marks=is_hidden)
-    if not is_hidden[0]:
-        return DiskLeaders((0,) * channel.world_size, token), messages
-    # The first token is not checked again, because a network file system could answer from its cache.
-    check = partial(_check_visibility, is_visible, {0: token} if sees else {}, channel.rank)
-    found: dict[int, tuple[int, str]] = {}
-    tokens = {0: token}
-    while True:
-        left: dict[str, int] = {}
-        for rank, seen in enumerate(all_gather_checked(channel, doing, check, _Visibility)):
-            if rank not in found and seen.lead is not None:
-                found[rank] = (seen.lead, tokens[seen.lead])
-            elif rank not in found:
-                left.setdefault(seen.host, rank)
-        if not left:
-            leads = tuple(found[rank][0] for rank in range(channel.world_size))
-            return DiskLeaders(leads, found[channel.rank][1]), messages
-        creates = channel.rank in left.values()
-        created = all_gather_checked(channel, doing, partial(_create_token, put, creates), bytes)
-        tokens = {rank: os.fsdecode(created[rank]) for rank in sorted(left.values())}
-        check = partial(_check_visibility, is_visible, tokens, channel.rank)
-
-
-def _create_token(put: Callable[[], str], creates: bool) -> bytes:
-    return os.fsencode(put()) if creates else b""
-
-
-def _check_visibility(is_visible: Callable[[str], bool], tokens: Mapping[int, str], rank: int) -> _Visibility:
-    # These names are new, so a network file system cannot answer from its cache.
-    lead = next((maker for maker, token in tokens.items() if maker == rank or is_visible(token)), None)
-    return _Visibility(lead, socket.gethostname())
 
 
 class StagingDirectory(msgspec.Struct, frozen=True):
@@ -194,6 +132,7 @@ class StagingMaker:
 
     def __init__(self, target: Path, channel: Channel, place_of: Callable[[Path], Path] = Path) -> None:
         self._target, self._channel, self._place_of = target, channel, place_of
+        self._doing = f"preparing to write {target.name}"
         self._stack = contextlib.ExitStack()
         self._own: Staging | None = None
 
@@ -230,23 +169,61 @@ class StagingMaker:
         Raises:
             FlexError: the same on every rank.
         """
+        channel, is_hidden = self._channel, np.zeros(1, np.uint8)
 
-        def staging_of(name: str) -> Path:
-            return self._place_of(self._target).with_name(name)
+        def look() -> tuple[bytes, bool]:
+            is_hidden[0] = self._look_for({0: token}).lead is None
+            return message(), not is_hidden[0]
 
-        disks, messages = find_disk_leaders(
-            self._channel,
-            f"preparing to write {self._target.name}",
-            token,
-            lambda: self.create(runs),
-            lambda name: is_directory(staging_of(name)),
-            message,
-        )
-        staging = staging_of(disks.token)
+        messages, sees = gather_and_keep(channel, self._doing, look, bytes, to=0, marks=is_hidden)
+        disks = DiskLeaders((0,) * channel.world_size, token)
+        if is_hidden[0]:
+            disks = self._lead_disks(token, sees, runs)
+        staging = self._path_of(disks.token)
         if self._own is not None and self._own.path != staging:
             self.close()  # A rank on another host leads this disk.
         self.staged = StagingDirectory(staging, disks, self._own)
         return messages
+
+    def _lead_disks(self, token: str, sees: bool, runs: Sequence[str]) -> DiskLeaders:
+        """Let one rank of every host that sees no directory create one, until every rank sees one.
+
+        Args:
+            token: the name of the directory that rank 0 has created.
+            sees: whether this rank sees it.
+            runs: as for :meth:`create`.
+        """
+        channel, tokens = self._channel, {0: token}
+        # Not looked for again where it is hidden, because a network file system could answer from its cache.
+        look = partial(self._look_for, tokens if sees else {})
+        found: dict[int, tuple[int, str]] = {}
+        while True:
+            left: dict[str, int] = {}
+            for rank, one in enumerate(all_gather_checked(channel, self._doing, look, _Visibility)):
+                if rank not in found and one.lead is not None:
+                    found[rank] = (one.lead, tokens[one.lead])
+                elif rank not in found:
+                    left.setdefault(one.host, rank)
+            if not left:
+                return DiskLeaders(tuple(found[rank][0] for rank in range(channel.world_size)), found[channel.rank][1])
+            leads = channel.rank in left.values()
+            create = partial(self._create_encoded, runs) if leads else bytes
+            created = all_gather_checked(channel, self._doing, create, bytes)
+            tokens = {rank: os.fsdecode(created[rank]) for rank in sorted(left.values())}
+            look = partial(self._look_for, tokens)
+
+    def _look_for(self, tokens: Mapping[int, str]) -> _Visibility:
+        """Return the first leader whose staging directory this rank can see; it always counts its own as seen."""
+        rank = self._channel.rank
+        lead = next((lead for lead, name in tokens.items() if lead == rank or is_directory(self._path_of(name))), None)
+        return _Visibility(lead, socket.gethostname())
+
+    def _create_encoded(self, runs: Sequence[str]) -> bytes:
+        return os.fsencode(self.create(runs))
+
+    def _path_of(self, name: str) -> Path:
+        """Return the path of a staging directory on the disk of this rank."""
+        return self._place_of(self._target).with_name(name)
 
 
 @contextlib.contextmanager

@@ -25,11 +25,10 @@ from msgspec import structs
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked
 from paddleformers_fc.errors import Corrupt
-from paddleformers_fc.execute.memory import host_pieces
+from paddleformers_fc.execute.memory import host_pieces, joined
 from paddleformers_fc.execute.reading import Key, fill_arrays, verify_equal
 from paddleformers_fc.execute.save_plan import model_rules
 from paddleformers_fc.families import ModelDescription
-from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.live import LocalTensor, describe_roles
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE
 from paddleformers_fc.layout.shards import Fragment, Shard, ShardsByRole, shard_bytes
@@ -38,7 +37,7 @@ from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.mapping.templates import BoxLink, pulled
 from paddleformers_fc.plan.build import Planner, ReadSource, plan_reads, row_major_pieces
 from paddleformers_fc.plan.items import LoadPlan, ReadItem
-from paddleformers_fc.plan.sources import canonical_layout, canonical_source
+from paddleformers_fc.plan.sources import canonical_layout
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.executor import ReadPool
 from paddleformers_fc.storage.operations import numpy_dtype
@@ -100,7 +99,7 @@ def require_plan(source: ReadSource, layout: ShardsByRole) -> LoadPlan:
     """
     catalog, plan = source.catalog, plan_reads(source, layout)
     plan.report.raise_error(str(catalog.root))
-    verify_equal(plan.checks, catalog.root, identities=catalog.identities)
+    verify_equal(plan.checks, catalog.root, catalog.identities)
     return plan
 
 
@@ -262,18 +261,6 @@ def weights_md5(digests: Mapping[str, str]) -> str:
     return hashlib.md5("".join(lines).encode()).hexdigest()
 
 
-def stored_md5(directory: AnyPath) -> str:
-    """Read all tensors of open weights, and return their :func:`weights_md5`.
-
-    Args:
-        directory: a directory or URL of open weights.
-    Raises:
-        FlexError: the directory cannot be opened or read.
-    """
-    source = canonical_source(open_checkpoint(directory))
-    return weights_md5({one.name: one.md5 for one in digest_tensors(source, canonical_layout(source))})
-
-
 class TensorHasher:
     """Computes the md5 of tensors from pieces that several threads read.
 
@@ -287,8 +274,8 @@ class TensorHasher:
 
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
-        self._hashers: dict[str, Any] = {}
-        self._due: dict[str, int] = {}
+        # The md5 of every tensor that is partly hashed, and the index of the next element to hash.
+        self._open: dict[str, tuple[Any, int]] = {}
         self._is_stopped = False
         self._change = threading.Condition()
 
@@ -296,15 +283,17 @@ class TensorHasher:
         """Hash a piece after the pieces before it; do nothing after an error of any thread."""
         name = piece.tensor.name
         with self._change:
-            self._change.wait_for(lambda: self._is_stopped or self._due.get(name, 0) == piece.begin)
+            self._change.wait_for(lambda: self._is_stopped or piece.begin == self._open.get(name, (None, 0))[1])
             if self._is_stopped:
                 return
-            hasher = self._hashers.setdefault(name, hashlib.md5())
-        hasher.update(numbers.view(np.uint8).data)
+            md5, _ = self._open.get(name, (hashlib.md5(), 0))
+        md5.update(numbers.view(np.uint8).data)
         with self._change:
-            self._due[name] = piece.begin + piece.part.size
             if piece.is_last:
-                self.digests[name] = self._hashers.pop(name).hexdigest()
+                self._open.pop(name, None)
+                self.digests[name] = md5.hexdigest()
+            else:
+                self._open[name] = md5, piece.begin + piece.part.size
             self._change.notify_all()
 
     def __enter__(self) -> TensorHasher:
@@ -428,12 +417,11 @@ def _pieces(shard: Shard, tensor: Any, unsigned: np.dtype[Any]) -> Iterator[tupl
     begin = 0 if shard.flat is None else shard.flat[0]
     for start in range(0, shard.size, _PIECE_ELEMENTS):
         stop = min(start + _PIECE_ELEMENTS, shard.size)
-        raw = np.concatenate([np.frombuffer(part, np.uint8) for part in host_pieces(tensor, start, stop)])
+        values = joined(host_pieces(tensor, start, stop)).view(unsigned)
         piece = Shard(shard.name, shard.dtype, shard.global_shape, shard.box, (begin + start, begin + stop))
         for fragment in piece.fragments:
             size = fragment.box.volume
-            bits = raw.view(unsigned)[fragment.start : fragment.start + size]
-            yield fragment, bits.reshape(fragment.box.shape)
+            yield fragment, values[fragment.start : fragment.start + size].reshape(fragment.box.shape)
 
 
 def _positions(link: BoxLink, part: Box) -> Array:

@@ -36,7 +36,6 @@ from paddleformers_fc.layout.live import LocalTensor, Roles
 from paddleformers_fc.layout.roles import MODEL_STATE, parameter_of
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box
-from paddleformers_fc.mapping.templates import NEW_AXIS
 from paddleformers_fc.plan.block_owners import NO_BLOCKS, BlockReads, RecordedBlocks
 from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.transfer_plan import (
@@ -55,7 +54,7 @@ from paddleformers_fc.storage import paths
 from paddleformers_fc.storage.block_checksums import comparison_of
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, Blocks, OwnedBlocks, ReadOptions, ReadPool
 from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities, same_bytes_key
-from paddleformers_fc.storage.operations import SCRATCH_BYTES, copy_tiled, numpy_dtype
+from paddleformers_fc.storage.operations import SCRATCH_BYTES, copy_tiled, numpy_dtype, row_major
 
 Array = np.ndarray[Any, Any]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -292,9 +291,12 @@ def read_redistributed(
         message = FillMessage(bool(found.faults), found.evidence, refusal, rounded(timer.end("read")))
         return message, (structs.replace(done, read=done.read + rest, hashed=found.bytes), failure)
 
-    messages, (done, failure) = gather_and_keep(channel, f"reading {storage.root.name}", fill, FillMessage)
-    effect = ", and tensors that were being filled are undefined"
-    raise_faults(storage.root, channel, messages, storage.recorded.next_step, effect, failure)
+    try:
+        messages, (done, failure) = gather_and_keep(channel, f"reading {storage.root.name}", fill, FillMessage)
+        raise_faults(storage.root, channel, messages, storage.recorded.next_step, failure)
+    except FlexError as error:
+        what = f"{error.what} The tensors that were being filled are undefined."
+        raise type(error)(what, where=error.where, evidence=error.evidence, next_step=error.next_step) from error
     return structs.replace(done, slowest=slowest_of("read", [one.seconds for one in messages]))
 
 
@@ -491,20 +493,6 @@ class _Rounds:
         self._bytes_read += execute_reads(part, storage.root, slots, options, storage.identities, self._blocks)
 
 
-def _item_view(buffer: Array, item: ReadItem) -> Array:
-    """Return the item's part of its shard's buffer, with axes in the order of the stored region."""
-    volume = math.prod(item.shape)
-    part = buffer[item.start : item.start + volume].reshape(item.shape)
-    part = part[tuple(slice(low, high) for low, high in zip(item.part.lo, item.part.hi, strict=True))]
-    added = tuple(axis for axis, source in enumerate(item.axes) if source == NEW_AXIS)
-    kept = [source for source in item.axes if source != NEW_AXIS]
-    ordered = (part.squeeze(added) if added else part).transpose(sorted(range(len(kept)), key=kept.__getitem__))
-    missing = [axis for axis in range(len(item.stored.shape)) if axis not in kept]
-    for axis in missing:
-        ordered = np.expand_dims(ordered, axis)
-    return ordered
-
-
 def fill_piece(buffer: Array, item: ReadItem, piece: TransferPiece, array: Array, where: paths.AnyPath) -> None:
     """Copy a received piece to the part of an item that it fills.
 
@@ -517,8 +505,11 @@ def fill_piece(buffer: Array, item: ReadItem, piece: TransferPiece, array: Array
     """
     box = piece.box.relative_to(item.stored.part.lo)
     part = tuple(slice(low, high) for low, high in zip(box.lo, box.hi, strict=True))
-    target = _item_view(buffer, item)[part]
-    copy_tiled(target.squeeze(), array.squeeze(), np.empty(SCRATCH_BYTES, np.uint8), where)
+    width, memory = buffer.itemsize, buffer.view(np.uint8)
+    first = item.start * width
+    first += sum(low * stride for low, stride in zip(item.part.lo, row_major(item.shape, width), strict=True))
+    view: Array = np.ndarray(item.stored.part.shape, buffer.dtype, memory, first, item.target_strides(width))
+    copy_tiled(view[part].squeeze(), array.squeeze(), np.empty(SCRATCH_BYTES, np.uint8), where)
 
 
 def exchange_round(

@@ -394,7 +394,7 @@ def _check_copies_equal(plan: ExportPlan) -> None:
         for role in dict.fromkeys(file.role for file in plan.files)
     }
     catalog = source.catalog
-    verify_equal(plan_reads(source, copies).checks, catalog.root, identities=catalog.identities)
+    verify_equal(plan_reads(source, copies).checks, catalog.root, catalog.identities)
 
 
 def _model_files(checkpoint: OpenedCheckpoint) -> dict[str, bytes]:

@@ -19,7 +19,16 @@ from paddleformers_fc.execute.commit_coordinator import staging_beside
 from paddleformers_fc.execute.export import ExportReport, check_no_checkpoint, finish_export, report_of
 from paddleformers_fc.execute.export_files import LocalExport
 from paddleformers_fc.execute.save import LivePart
-from paddleformers_fc.execute.stream import Stream, StreamRequest, Tensors, consume, known_plans, part_of, plan_stream
+from paddleformers_fc.execute.stream import (
+    Stream,
+    StreamPlan,
+    StreamRequest,
+    Tensors,
+    consume,
+    known_plans,
+    part_of,
+    plan_stream,
+)
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.formats.adapters import PEFT_WRITER
 from paddleformers_fc.formats.checkpoint import REFUSE, OutputFile
@@ -66,7 +75,7 @@ def save_weights(
         facts = {"versions": software_versions(), "config": comparable_config(model), "request": repr(request)}
         consistency = ConsistencyCheck(f"exporting to {target.name}", facts)
 
-        def begin() -> tuple[list[bytes], tuple[LivePart, Mapping[bytes, Any]]]:
+        def begin() -> tuple[list[bytes], tuple[LivePart, dict[bytes, StreamPlan]]]:
             check_no_checkpoint(target)
             part = part_of(roles, model)
             plans = known_plans(part, request, channel.rank)

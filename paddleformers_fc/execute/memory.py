@@ -80,6 +80,15 @@ def host_pieces(
     return pool.pieces(_bytes_in_order(tensor, start, stop, dtype.itemsize, pool.piece_bytes), dtype)
 
 
+def joined(pieces: Iterable[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Return at least one piece of :func:`host_pieces` as one array.
+
+    Each piece is copied before the next one is requested, because its memory is reused.
+    """
+    copies = [piece.copy() for piece in pieces]
+    return copies[0] if len(copies) == 1 else np.concatenate(copies)
+
+
 HostPieces = Callable[[int, int], Iterator[np.ndarray[Any, Any]]]
 """Returns the elements of a tensor from one index to another, like :func:`host_pieces`."""
 

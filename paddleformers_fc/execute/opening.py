@@ -550,17 +550,14 @@ def raise_faults(
     channel: Channel,
     messages: Sequence[FaultMessage],
     next_step: str,
-    effect: str = "",
     cause: BaseException | None = None,
 ) -> None:
     """Raise one error with the faults of all ranks if any rank has found damage, or else the errors of all ranks."""
-    _check_undamaged(directory, channel, messages, next_step, effect)
+    _check_undamaged(directory, channel, messages, next_step)
     raise_failures(channel, [one.refusal for one in messages], cause)
 
 
-def _check_undamaged(
-    directory: AnyPath, channel: Channel, messages: Sequence[FaultMessage], next_step: str, effect: str = ""
-) -> None:
+def _check_undamaged(directory: AnyPath, channel: Channel, messages: Sequence[FaultMessage], next_step: str) -> None:
     """Check that no rank has found damage; otherwise raise one error with the faults of all ranks."""
     if not any(one.damaged for one in messages):
         return
@@ -569,7 +566,7 @@ def _check_undamaged(
         for fault in one.evidence:
             finders.setdefault(fault, []).append(rank)
     raise Corrupt(
-        f"{directory} is damaged{effect}: {len(finders)} {'fault' if len(finders) == 1 else 'faults'} found.",
+        f"{directory} is damaged: {len(finders)} {'fault' if len(finders) == 1 else 'faults'} found.",
         where=str(directory),
         evidence=[
             fault if channel.world_size == 1 else f"{fault} (found by {format_ranks(ranks)})"

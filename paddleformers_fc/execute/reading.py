@@ -84,8 +84,7 @@ def operations_of(
         address = memory.at(item.start * memory.dtype.itemsize + like.address, reach)
         if isinstance(identity, ScaledFile):
             tensor, box = identity.tensor_at(stored.begin), (stored.part.lo, stored.part.hi)
-            strides = _by_stored_axis(item, row_major(item.shape, memory.dtype.itemsize))
-            yield from scaled(tensor, identity.dtype, box, strides, memory, address)
+            yield from scaled(tensor, identity.dtype, box, item.target_strides(memory.dtype.itemsize), memory, address)
         elif not like.sizes:
             yield Operation(path, stored.begin + like.begin, like.size, address, memory.owner)
         else:
@@ -111,8 +110,8 @@ def _form(item: ReadItem, to: np.dtype[Any]) -> tuple[Operation, int] | None:
     """
     stored, dtype = item.stored, numpy_dtype(item.stored.dtype)
     sources, source = _placed(stored.shape, stored.part, dtype.itemsize)
-    targets, target = _placed(item.shape, item.part, to.itemsize)
-    strides = sources, _by_stored_axis(item, targets)
+    _, target = _placed(item.shape, item.part, to.itemsize)
+    strides = sources, item.target_strides(to.itemsize)
     like = strided(Path(), source, stored.part.shape, strides, (dtype, to), target, None)
     return None if like is None else (like, like.reach)
 
@@ -123,24 +122,17 @@ def _placed(shape: Shape, part: Box, width: int) -> tuple[Sizes, int]:
     return strides, sum(low * stride for low, stride in zip(part.lo, strides, strict=True))
 
 
-def _by_stored_axis(item: ReadItem, strides: Sizes) -> Sizes:
-    """Return the target strides in the order of the stored axes; 0 for an axis of length one that the target lacks."""
-    by_axis = dict(zip(item.axes, strides, strict=True))
-    return tuple(by_axis.get(axis, 0) for axis in range(len(item.stored.shape)))
-
-
 def cut_large_shards(
-    items: tuple[ReadItem, ...], slots: Mapping[Key, Any], most: int
-) -> tuple[tuple[ReadItem, ...], Mapping[Key, Any]]:
+    items: tuple[ReadItem, ...], slots: Mapping[Key, Slot], most: int
+) -> tuple[tuple[ReadItem, ...], Mapping[Key, Slot]]:
     """Replace large shards by pieces, in the items and slots of a load.
 
     Args:
         items: the reads.
-        slots: memory by role and full name. A slot with a host array and with ``elements`` can be divided: ``part``
-            returns the slot of a range of its elements.
+        slots: memory by role and full name.
         most: maximum bytes of a piece; at least one row.
     """
-    large = {key: slot for key, slot in slots.items() if slot.host_bytes > most and getattr(slot, "elements", 0)}
+    large = {key: slot for key, slot in slots.items() if slot.host_bytes > most and slot.elements}
     if not large:
         return items, slots
     found: dict[Key, list[ReadItem]] = {}
@@ -207,6 +199,13 @@ class Slot(Protocol):
     @property
     def host_bytes(self) -> int:
         """Bytes of the host array that is filled instead of the shard; 0 if the shard is filled in place."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of a shard that can be filled in pieces; 0 if it is filled at once."""
+
+    def part(self, start: int, stop: int) -> Slot:
+        """Return the slot of a range of elements of a shard that can be filled in pieces."""
 
     def open(self) -> Memory:
         """Return memory of the shard's dtype and size to fill."""
@@ -330,24 +329,18 @@ class _Targets:
         self._open.clear()
 
 
-def verify_equal(
-    checks: tuple[EqualCheck, ...],
-    root: AnyPath,
-    options: ReadOptions = DEFAULT_OPTIONS,
-    identities: Identities = NO_IDENTITIES,
-) -> None:
+def verify_equal(checks: tuple[EqualCheck, ...], root: AnyPath, identities: Identities = NO_IDENTITIES) -> None:
     """Read both sides of every check, and compare their digests.
 
     Args:
         checks: pairs of ranges that must be equal.
         root: the directory that files are relative to.
-        options: threads and staging memory.
         identities: identities of the checked files; reading a replaced file raises an error.
     Raises:
         MismatchError: names every pair that differs.
     """
     sides = (side for check in checks for side in (check.left, check.right))
-    check_equal(checks, digests_of(sides, root, options, identities), root)
+    check_equal(checks, digests_of(sides, root, DEFAULT_OPTIONS, identities), root)
 
 
 def digests_of(
@@ -412,10 +405,18 @@ class ArraySlot(msgspec.Struct):
 
     Args:
         array: one-dimensional, of the shard's dtype and size.
+        host_bytes: as for :class:`Slot`; by default the array itself is filled.
+        elements: as for :class:`Slot`.
     """
 
     array: np.ndarray[Any, Any]
     host_bytes: int = 0
+    elements: int = 0
+
+    def part(self, start: int, stop: int) -> ArraySlot:
+        """Return the slot of a range of elements."""
+        part = self.array[start:stop]
+        return ArraySlot(part, part.nbytes, part.size)
 
     def open(self) -> Memory:
         """Return the array."""

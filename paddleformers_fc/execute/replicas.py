@@ -26,7 +26,7 @@ from msgspec import structs
 
 from paddleformers_fc.distributed.channel import MAX_TOTAL_BYTES, format_ranks, group_by_value
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.execute.memory import HostPieces, HostTensors
+from paddleformers_fc.execute.memory import HostPieces, HostTensors, joined
 from paddleformers_fc.execute.reading import box_in_rows
 from paddleformers_fc.layout.roles import MODEL_STATE, split_state_name
 from paddleformers_fc.layout.shard_messages import JobShards, Numbers
@@ -254,7 +254,7 @@ def _split(role: str, shard: Shard, deficits: list[tuple[int, int]]) -> Iterator
         low = high
 
 
-def files_of(pieces: Iterable[ShardPart], max_bytes: int) -> list[list[ShardPart]]:
+def pack_files(pieces: Iterable[ShardPart], max_bytes: int) -> list[list[ShardPart]]:
     """Divide the pieces of one role into files.
 
     Wide dtypes come first, so that all tensors are aligned. A piece that is larger than a file is cut between rows.
@@ -612,7 +612,6 @@ def _digest(tensor: HostPieces, side: CopyPart) -> bytes:
     low, high = rows_around(side.shape, side.part)
     for box in boxes_within(side.part, max(1, _BLOCK_ELEMENTS * side.part.volume // (high - low))):
         low, high = rows_around(side.shape, box)
-        blocks = list(tensor(side.start + low, side.start + high))
-        rows = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        rows = joined(tensor(side.start + low, side.start + high))
         hasher.update(byte_view(np.ascontiguousarray(box_in_rows(rows, side.shape, box))))
     return hasher.digest()

@@ -26,7 +26,16 @@ from msgspec import structs
 
 from paddleformers_fc.distributed.channel import Channel, broadcast, decoder_of
 from paddleformers_fc.errors import MismatchError, OptionError, PeerError
-from paddleformers_fc.execute.replicas import Assignment, CopyPart, Replica, ShardPart, Ties, Writers, files_of, ties_of
+from paddleformers_fc.execute.replicas import (
+    Assignment,
+    CopyPart,
+    Replica,
+    ShardPart,
+    Ties,
+    Writers,
+    pack_files,
+    ties_of,
+)
 from paddleformers_fc.families import ModelDescription, ModelTensor
 from paddleformers_fc.families.stated import bind_model, decode_mapping, encode_mapping, family_name, model_ties
 from paddleformers_fc.formats.catalog import gather_shards
@@ -294,7 +303,7 @@ def grouped(share: Iterable[ShardPart], rank: int) -> Iterator[tuple[str, str, S
     for piece in share:
         by_role.setdefault(piece.role, []).append(piece)
     for role, pieces in sorted(by_role.items()):
-        groups = files_of(pieces, MAX_FILE_BYTES)
+        groups = pack_files(pieces, MAX_FILE_BYTES)
         for path, group in zip(file_names(role, rank, len(groups)), groups, strict=True):
             yield path, role, group
 

@@ -191,7 +191,7 @@ def _compare(checkpoint: OpenedCheckpoint, source: ReadSource, plan: LoadPlan, l
     if record is not None:
         check_not_diverged(checkpoint.catalog.root, record)
     if level == "full":
-        verify_equal(plan.checks, checkpoint.catalog.root, identities=checkpoint.catalog.identities)
+        verify_equal(plan.checks, checkpoint.catalog.root, checkpoint.catalog.identities)
         # If replicas differed, weight and master weight may have been saved from different replicas.
         if record is None or not record.differences:
             rounded = compare_rounded(source)

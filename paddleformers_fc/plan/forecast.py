@@ -373,14 +373,11 @@ def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
     stored = item.stored
     size = stored.part.shape
     widths = dtype_size(stored.dtype), dtype_size(dtype)
-    target_strides = row_major(item.shape, widths[1])
-    # A stored axis that no target axis reads has length one, so its stride does not matter.
-    targets = {axis: target_strides[index] for index, axis in enumerate(item.axes)}
-    by_axis = tuple(targets.get(axis, 0) for axis in range(len(size)))
     if 0 in size:
         return 0, 0
-    lengths, sources, strides = strided_axes(size, row_major(stored.shape, widths[0]), by_axis, widths)
-    is_run = stored.dtype == dtype and strides[-1] == widths[1]
+    strides = row_major(stored.shape, widths[0]), item.target_strides(widths[1])
+    lengths, sources, targets = strided_axes(size, *strides, widths)
+    is_run = stored.dtype == dtype and targets[-1] == widths[1]
     is_direct = is_run and (len(lengths) == 1 or is_read_directly(lengths, sources, widths[0]))
     # Scratch memory: an image of the file, and as much again for a transpose.
     return bytes_read(lengths, sources, widths[0]), 0 if is_direct else 2 * IMAGE_BYTES

@@ -11,6 +11,7 @@ import msgspec
 
 from paddleformers_fc.mapping.boxes import Box, Shape
 from paddleformers_fc.plan.report import Report
+from paddleformers_fc.storage.operations import row_major
 
 
 class StoredPart(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -51,6 +52,17 @@ class ReadItem(msgspec.Struct, frozen=True, gc=False, array_like=True):
     shape: Shape
     part: Box
     axes: tuple[int, ...]
+
+    def target_strides(self, width: int) -> tuple[int, ...]:
+        """Return the byte strides of the target region in the order of the stored axes.
+
+        A stored axis that the target lacks has length one; its stride is 0.
+
+        Args:
+            width: bytes of an element of the target shard.
+        """
+        by_axis = dict(zip(self.axes, row_major(self.shape, width), strict=True))
+        return tuple(by_axis.get(axis, 0) for axis in range(len(self.stored.shape)))
 
 
 class EqualCheck(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain, groupby, islice
@@ -415,31 +415,34 @@ def run_workers(
     if threads == 1 or len(first) < 2:
         return work(lambda: next(stream, None))
     lock, ended = threading.Lock(), threading.Event()
+    turns = [threading.Lock() for _ in range(threads - 1)]
 
     def take() -> _T | None:
         with lock:
             return None if ended.is_set() else next(stream, None)
 
-    def other() -> int:
-        try:
-            return work(take)
-        except BaseException:
-            # An interrupt must stop the other threads as well; collecting the results raises it again.
-            ended.set()
-            raise
+    def other(turn: threading.Lock) -> int:
+        with turn:
+            try:
+                return work(take)
+            except BaseException:
+                # An interrupt must stop the other threads as well; collecting the results raises it again.
+                ended.set()
+                raise
 
     futures: list[Future[int]] = []
     try:
-        for _ in range(threads - 1):
-            futures.append(pool.submit(other))
+        for turn in turns:
+            futures.append(pool.submit(other, turn))
         total = work(take)
     finally:
-        # Nothing may be written after this function returns. If an interrupt came between submit and append, the end
-        # of the pool waits for the thread.
+        # Nothing may be written after this function returns. An interrupt may come before a thread is known to the
+        # list, or even to the pool, so the end of its turn is awaited. A thread whose turn begins later takes nothing.
         ended.set()
-        begun = [future for future in futures if not future.cancel()]
-        wait(begun)
-    return total + sum(future.result() for future in begun)
+        for turn in turns:
+            with turn:
+                pass
+    return total + sum(future.result() for future in futures if not future.cancel())
 
 
 class ReadPool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import safetensors
 import yaml
 
 from paddleformers_fc.cli.main import main
@@ -53,6 +55,13 @@ def claim_local_tier(output_dir: Path, local: Path) -> None:
     """Make a directory the local tier of an output directory, as a training does."""
     args = SimpleNamespace(output_dir=str(output_dir), flex_local_dir=str(local), flex_checkpoint=True)
     tiers.claim(args, ALONE, [tiers.known_tier(args, 0)])
+
+
+def md5_of(files: Iterable[bytes]) -> str:
+    """The documented md5 of the names and bytes of all tensors in files, by the safetensors library."""
+    tensors = {name: tensor["data"] for data in files for name, tensor in safetensors.deserialize(data)}
+    lines = (f"{name} {hashlib.md5(tensors[name]).hexdigest()}\n" for name in sorted(tensors))
+    return hashlib.md5("".join(lines).encode()).hexdigest()
 
 
 def run(*arguments: object) -> Outcome:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
-from tests.cli.support import SIZES, document_of, flip, run, save
+from tests.cli.support import SIZES, document_of, flip, md5_of, run, save
 from tests.execute.simulated import CONFIG, Arrays, canonical, live, succeed
 
 ARRAYS = canonical()
@@ -143,8 +143,9 @@ def save_half(directory: Path, masters: bool, tp: int = 2) -> Path:
 
 def exported(directory: Path, target: Path, *options: str) -> Arrays:
     """The tensors of an export."""
-    outcome = run("export", directory, target, *options)
+    outcome = run("export", directory, target, *options, "--json")
     assert outcome.code == 0, outcome.err
+    assert outcome.document["md5"] == md5_of([(target / "model.safetensors").read_bytes()])
     return dict(load_file(target / "model.safetensors"))
 
 

@@ -15,7 +15,7 @@ from paddleformers_fc.errors import Corrupt, OptionError, StorageError
 from paddleformers_fc.execute import export_files
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from paddleformers_fc.storage.files import files_within
-from tests.cli.support import document_of, run
+from tests.cli.support import document_of, md5_of, run
 from tests.storage.buckets import Bucket
 from tests.storage.serving import Served, serving
 
@@ -94,8 +94,10 @@ def test_an_export_to_a_store_is_the_local_one(
 ) -> None:
     checkpoint = paddleformers_fc.open(four)
     local = checkpoint.export(tmp_path / "hf", max_shard_bytes=size)
-    report = checkpoint.export(f"{bucket.path}/run/hf", max_shard_bytes=size)
-    assert bucket.files("run/hf") == content(tmp_path / "hf")
+    report = checkpoint.export(f"{bucket.path}/run/hf", max_shard_bytes=size, md5=True)
+    stored = bucket.files("run/hf")
+    assert stored == content(tmp_path / "hf")
+    assert report.md5 == md5_of(data for name, data in stored.items() if name.endswith(".safetensors"))
     assert mark in content(tmp_path / "hf")
     assert (report.files, report.tensors, report.digests()) == (local.files, local.tensors, local.digests())
     assert bucket.unfinished() == []

@@ -22,6 +22,7 @@ from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from tests.cli.support import md5_of
 from verification.simulate_ranks import filled, save, value_of
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -59,7 +60,8 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> OpenedCheckpoint:
 
 
 def test_a_trained_tied_embedding_is_exported_to_peft_under_both_names(tied: OpenedCheckpoint, tmp_path: Path) -> None:
-    export_opened(tied, tmp_path / "peft")
+    report = export_opened(tied, tmp_path / "peft", md5=True)
+    assert report.md5 == md5_of([(tmp_path / "peft/adapter_model.safetensors").read_bytes()])
     found = load_file(tmp_path / "peft/adapter_model.safetensors")
     embedding, head = (found[f"base_model.model.{name}"] for name in (EMBEDDING, HEAD))
     assert head.tobytes() == embedding.tobytes()
@@ -82,7 +84,8 @@ def test_a_merge_replaces_both_names_of_a_tied_tensor_that_the_base_stores(
     base = base_of(tmp_path)
     (tmp_path / "base").mkdir()
     save_file({**base, **({HEAD: base[EMBEDDING]} if stored else {})}, tmp_path / "base/model.safetensors")
-    export_opened(tied, tmp_path / "merged", base=open_huggingface(tmp_path / "base"))
+    report = export_opened(tied, tmp_path / "merged", base=open_huggingface(tmp_path / "base"), md5=True)
+    assert report.md5 == md5_of([(tmp_path / "merged/model.safetensors").read_bytes()])
     found = load_file(tmp_path / "merged/model.safetensors")
     assert found[EMBEDDING].tobytes() != base[EMBEDDING].tobytes()
     assert (HEAD in found) == stored

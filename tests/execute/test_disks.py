@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
-from paddleformers_fc.distributed.channel import broadcast
+from paddleformers_fc.distributed.channel import all_gather_checked, broadcast, run_on_all
 from paddleformers_fc.errors import Corrupt, MismatchError, StorageError
-from paddleformers_fc.execute import export, live_export, stream
-from paddleformers_fc.execute.commit_coordinator import DiskLeaders, find_disk_leaders
+from paddleformers_fc.execute import commit_coordinator, export, live_export, stream
+from paddleformers_fc.execute.commit_coordinator import DiskLeaders, StagingMaker
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
 from paddleformers_fc.execute.opening import open_newest, open_on_all_ranks
 from paddleformers_fc.storage.executor import ReadOptions
@@ -154,52 +155,46 @@ def files_in(place: Path) -> set[str]:
     return {path.relative_to(place / STEP).as_posix() for path in (place / STEP).rglob("*") if path.is_file()}
 
 
-def leaders(channel: Any, put: Callable[[], str], is_visible: Callable[[str], bool]) -> DiskLeaders:
-    token = broadcast(channel, "beginning", put, str)
-    return find_disk_leaders(channel, "looking", token, put, is_visible)[0]
+def leaders(channel: Any, disk: Path) -> tuple[DiskLeaders, list[str]]:
+    """The leaders of the disks, and the staging directories on the disk of this rank."""
+    with closing(StagingMaker(disk / STEP, channel)) as maker:
+        maker.find(broadcast(channel, "beginning", maker.create, str))
+        present = all_gather_checked(channel, "listing", lambda: os.listdir(disk), list[str])
+        return maker.staged.disks, present[channel.rank]
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6))
 @settings(max_examples=30)
-def test_the_lead_of_a_disk_is_the_lowest_rank_that_sees_it(disks: list[int]) -> None:
-    put: dict[int, set[str]] = {disk: set() for disk in disks}
-
-    def work(channel: Any) -> DiskLeaders:
-        disk = put[disks[channel.rank]]
-
-        def put_down() -> str:
-            disk.add(f"token-{channel.rank}")
-            return f"token-{channel.rank}"
-
-        return leaders(channel, put_down, lambda name: name in disk)
-
-    found = succeed(len(disks), work)
+def test_the_lead_of_a_disk_is_the_lowest_rank_that_sees_it(
+    tmp_path_factory: pytest.TempPathFactory, disks: list[int]
+) -> None:
+    place = tmp_path_factory.mktemp("disks")
+    found = succeed(len(disks), lambda channel: leaders(channel, place / str(disks[channel.rank])))
     leads = tuple(disks.index(disk) for disk in disks)
-    assert [one.leads for one in found] == [leads] * len(disks)
-    assert [one.token for one in found] == [f"token-{lead}" for lead in leads]
-    assert found[0].sharing() == {
+    assert [one.leads for one, _ in found] == [leads] * len(disks)
+    assert [present for _, present in found] == [[one.token] for one, _ in found], "each disk has one"
+    assert found[0][0].sharing() == {
         disks.index(disk): [rank for rank, other in enumerate(disks) if other == disk] for disk in dict.fromkeys(disks)
     }
 
 
-def test_a_rank_that_does_not_even_see_its_own_is_a_disk_of_its_own() -> None:
-    asked: list[str] = []
-
-    def put() -> str:
-        asked.append("token")
-        assert len(asked) <= 3, "a rank is asked once"
-        return asked[-1]
-
-    found = succeed(3, lambda channel: leaders(channel, put, lambda name: False))
-    assert [one.leads for one in found] == [(0, 1, 2)] * 3
+def test_a_rank_that_does_not_even_see_its_own_is_a_disk_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_coordinator, "is_directory", lambda path: False)
+    found = succeed(3, lambda channel: leaders(channel, tmp_path / str(channel.rank)))
+    assert [one.leads for one, _ in found] == [(0, 1, 2)] * 3
+    assert [len(present) for _, present in found] == [1, 1, 1], "a rank creates one"
 
 
-def test_a_shared_disk_takes_one_exchange_which_carries_messages_to_the_first_rank() -> None:
+def test_a_shared_disk_takes_one_exchange_which_carries_messages_to_the_first_rank(tmp_path: Path) -> None:
     def work(channel: Any) -> tuple[int, list[bytes]]:
-        _, messages = find_disk_leaders(
-            channel, "looking", "token", lambda: "other", lambda name: name == "token", lambda: b"%d" % channel.rank
-        )
-        return channel.exchanges, messages
+        with closing(StagingMaker(tmp_path / STEP, channel)) as maker:
+            token, before = broadcast(channel, "beginning", maker.create, str), channel.exchanges
+            messages = maker.find(token, message=lambda: b"%d" % channel.rank)
+            exchanges = channel.exchanges - before
+            run_on_all(channel, "ending", bytes)
+            return exchanges, messages
 
     assert succeed(3, work) == [(1, [b"0", b"1", b"2"]), (1, []), (1, [])]
 

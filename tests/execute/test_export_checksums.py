@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 import paddleformers_fc
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, PeerError, StorageError
 from paddleformers_fc.execute import export_files
-from paddleformers_fc.execute.digest import PieceBatch, stored_md5
+from paddleformers_fc.execute.digest import PieceBatch
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.live_export import save_weights
 from paddleformers_fc.execute.save import config_bytes
@@ -42,6 +42,7 @@ from tests.execute.simulated import (
     succeed,
 )
 from tests.harness.limits import LIMIT
+from verification.digests import stored_md5
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER = {"tokenizer.json": b'{"added_tokens": [1, 2]}', "templates/chat.jinja": b"{{ messages[0] }}"}

@@ -107,7 +107,7 @@ def reading(place: Path) -> None:
         opened.wait(LIMIT)
         return load_checkpoint(checkpoint, roles, MODEL, channel)
 
-    load(place / "damaged/checkpoint-3", RANKS, loader=changed, in_reads=True)
+    load(place / "damaged/checkpoint-3", RANKS, loader=changed)
 
 
 def describing(place: Path) -> None:

@@ -140,16 +140,9 @@ def test_shards_are_the_same_bits_with_any_options(
     assert needed <= count <= MAX_OVER_READ * needed
 
 
-class DivisibleArray(ArraySlot):
+def divisible(array: np.ndarray[Any, Any]) -> ArraySlot:
     """A slot that stands for memory of a device, without a device."""
-
-    @property
-    def elements(self) -> int:
-        return self.array.size
-
-    def part(self, start: int, stop: int) -> DivisibleArray:
-        part = self.array[start:stop]
-        return DivisibleArray(part, part.nbytes)
+    return ArraySlot(array, array.nbytes, array.size)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -164,7 +157,7 @@ def test_pieces_of_a_shard_of_many_tensors_are_the_shard(
     expected = np.concatenate(list(stored.expected.values()))
     fused = [msgspec.structs.replace(item, name="w", start=int(starts[item.role, item.name])) for item in stored.items]
     filled = np.zeros(expected.size, expected.dtype)
-    slots = {(ROLE, "w"): DivisibleArray(filled, filled.nbytes)}
+    slots = {(ROLE, "w"): divisible(filled)}
     items, pieces = cut_large_shards(plan_of(fused).items, slots, most)
     execute_reads(plan_of(list(items)), root, pieces)
     assert filled.tobytes() == expected.tobytes()
@@ -182,7 +175,7 @@ def test_pieces_of_a_shard_of_many_tensors_are_the_shard(
 def test_a_piece_has_whole_rows_and_fits_if_a_row_does(axes: tuple[int, ...], most: int, sizes: list[int]) -> None:
     array = np.zeros(800, np.float32)
     items = (item_of((100, 8), whole((100, 8)), axes),)
-    pieces, slots = cut_large_shards(items, {(ROLE, "w"): DivisibleArray(array, array.nbytes)}, most)
+    pieces, slots = cut_large_shards(items, {(ROLE, "w"): divisible(array)}, most)
     assert [slots[item.role, item.name].host_bytes for item in pieces] == sizes
     assert (pieces == items) == (len(sizes) == 1)
 
@@ -304,10 +297,14 @@ class HostSlot:
     target: np.ndarray[Any, Any]
     log: list[tuple[str, HostSlot]] = field(default_factory=list)
     staged: Any = None
+    elements: int = 0
 
     @property
     def host_bytes(self) -> int:
         return self.target.nbytes
+
+    def part(self, start: int, stop: int) -> HostSlot:
+        raise AssertionError("This slot is filled at once.")
 
     def open(self) -> Memory:
         self.log.append(("open", self))

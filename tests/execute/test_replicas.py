@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute import replicas
-from paddleformers_fc.execute.replicas import Assignment, Replica, ShardPart, Writers, files_of, hashed_range
+from paddleformers_fc.execute.replicas import Assignment, Replica, ShardPart, Writers, hashed_range, pack_files
 from paddleformers_fc.layout.shard_messages import JobShards, decode_shards, encode_rank_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import shifted, whole
@@ -243,7 +243,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
     written: dict[str, list[np.ndarray]] = {}
     for rank, pieces in enumerate(given):
         assert len({piece.shard.name for piece in pieces}) == len(pieces)
-        for file in files_of(pieces, most):
+        for file in pack_files(pieces, most):
             assert len({piece.shard.name for piece in file}) == len(file)
             assert sum(piece.nbytes for piece in file) <= most or len(file) == 1
             for piece in file:
@@ -259,7 +259,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
 
 def test_a_tensor_is_cut_between_rows_where_a_file_ends() -> None:
     tensors = (tensor("a", 10, 5), tensor("b", 1, 3, 50, dtype="bfloat16"))
-    files = files_of([ShardPart("model_state", shard, 0) for shard in tensors], 80)
+    files = pack_files([ShardPart("model_state", shard, 0) for shard in tensors], 80)
     assert [str(one.shard.box) for file in files for one in file][:4] == [
         *("[0:4, 0:5]", "[4:8, 0:5]", "[8:10, 0:5]", "[0:1, 0:1, 0:50]")
     ]
@@ -271,5 +271,5 @@ def test_wide_dtypes_come_first_and_files_hold_no_more_tensors_than_a_header_sho
 ) -> None:
     monkeypatch.setattr(replicas, "MAX_TENSORS", 2)
     dtypes = {"a": "bfloat16", "b": "float32", "c": "bfloat16", "d": "float32", "e": "bfloat16"}
-    files = files_of([ShardPart("r", tensor(name, 1, dtype=dtype), 0) for name, dtype in dtypes.items()], 10**9)
+    files = pack_files([ShardPart("r", tensor(name, 1, dtype=dtype), 0) for name, dtype in dtypes.items()], 10**9)
     assert [[one.shard.name for one in file] for file in files] == [["b", "d"], ["a", "c"], ["e"]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -280,6 +280,23 @@ def test_copies_that_are_cut_along_different_axes_are_compared_element_by_elemen
         ]
         found = ties.diverged([hashed(own, ties, index) for index, own in enumerate(roles)])
         assert bool(found) == (rank >= 0)
+
+
+def test_copies_on_a_device_are_hashed_although_their_pieces_share_memory() -> None:
+    array, buffer = np.arange(24, dtype=np.float32), np.zeros(5, np.float32)
+
+    def staged(start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
+        for low in range(start, stop, 5):
+            piece = buffer[: min(5, stop - low)]
+            piece[:] = array[low : low + piece.size]
+            yield piece
+        buffer[:] = np.nan  # Another thread has it now.
+
+    shards = [Shard(name, "float32", (6, 4), whole((6, 4))) for name in ("owner", "one")]
+    everyone = [{"model_state": {shard.name: shard}} for shard in shards]
+    ties = ties_between(everyone, {"one": "owner"})
+    found = [hashed({"model_state": {name: staged}}, ties, rank) for rank, name in enumerate(("owner", "one"))]
+    assert found[0] == found[1] == hashed({"model_state": {"owner": live(array)}}, ties, 0)
 
 
 def test_copies_of_another_shape_or_dtype_are_diverged() -> None:

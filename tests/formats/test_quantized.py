@@ -19,7 +19,6 @@ from safetensors.numpy import load_file, save_file
 import paddleformers_fc
 from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.execute.digest import stored_md5
 from paddleformers_fc.execute.load import prepare_weights
 from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.execute.reading import read_parts
@@ -32,6 +31,7 @@ from paddleformers_fc.storage.executor import ReadPool
 from paddleformers_fc.storage.safetensors import read_header
 from tests.families.spaces import BY_NAME, live_weights, model_of, settings, spaces
 from tests.mapping.numbers import moved
+from verification.digests import stored_md5
 
 BLOCK = (16, 8)
 FP8 = ml_dtypes.float8_e4m3fn

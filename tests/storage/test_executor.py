@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import threading
+import time
 from collections import namedtuple
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +21,7 @@ from hypothesis import given, strategies as st
 from paddleformers_fc.storage import operations
 from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum
 from paddleformers_fc.storage.dtypes import FP4, ScaledTensor, Scheme
-from paddleformers_fc.storage.executor import IMAGE_BYTES, OwnedBlocks, ReadOptions, ReadPool
+from paddleformers_fc.storage.executor import IMAGE_BYTES, OwnedBlocks, ReadOptions, ReadPool, run_workers
 from paddleformers_fc.storage.operations import (
     Memory,
     Operation,
@@ -28,6 +31,7 @@ from paddleformers_fc.storage.operations import (
     scaled,
     strided,
 )
+from tests.harness.limits import LIMIT
 from tests.harness.sampling import thorough
 
 DTYPES = [
@@ -316,6 +320,35 @@ def test_short_rows_with_gaps_take_few_requests_and_long_or_far_ones_read_nothin
             assert len(requests) <= -(-values.nbytes // IMAGE_BYTES) + 1
         else:
             assert sum(requests) == target.nbytes
+
+
+class HidingPool(ThreadPoolExecutor):
+    """A pool that an interrupt meets after a thread has begun to work and before the pool knows it."""
+
+    def __init__(self, has_begun: threading.Event) -> None:
+        super().__init__(1)
+        self.has_begun = has_begun
+
+    def submit(self, work: Any, *given: Any) -> Any:
+        threading.Thread(target=work, args=given).start()
+        assert self.has_begun.wait(LIMIT)
+        raise KeyboardInterrupt
+
+
+def test_no_thread_works_after_an_interrupt_even_if_its_pool_does_not_know_it() -> None:
+    has_begun, processed = threading.Event(), list[int]()
+
+    def work(take: Any) -> int:
+        while (item := take()) is not None:
+            has_begun.set()
+            time.sleep(0.2)
+            processed.append(item)
+        return 0
+
+    with HidingPool(has_begun) as pool:
+        with pytest.raises(KeyboardInterrupt):
+            run_workers(pool, 2, iter(range(5)), work)
+        assert processed == [0]
 
 
 def test_long_runs_are_read_directly_whatever_lies_between_them() -> None:

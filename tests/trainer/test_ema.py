@@ -15,6 +15,7 @@ import pytest
 import paddleformers_fc
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.storage.block_checksums import digest_of
+from tests.cli.support import md5_of
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.patching import precede
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
@@ -183,7 +184,9 @@ def use_the_average(layout: MatrixLayout, output_dir: Path, adapters: bool = Fal
 
 def assert_exported(output_dir: Path) -> None:
     """The export of the live model is that of its checkpoint."""
-    report = paddleformers_fc.open(output_dir / "checkpoint-3").export(output_dir / "stored", role="ema_state")
+    target = output_dir / "stored"
+    report = paddleformers_fc.open(output_dir / "checkpoint-3").export(target, role="ema_state", md5=True)
+    assert report.md5 == md5_of((target / name).read_bytes() for name in report.files)
     assert report.digests() == {name: digest_of(output_dir / "live" / name) for name in report.files}
 
 

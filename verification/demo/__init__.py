@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from paddleformers_fc import api
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.digest import stored_md5
-from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.output import console
 from paddleformers_fc.storage.files import make_directories
 from verification.demo.assets import Assets, prepare
@@ -157,9 +156,7 @@ def _checkpoint(trained: DemoResult, step: int) -> Path:
 
 def _export(place: Workplace, checkpoint: Path, name: str) -> str:
     """Export a checkpoint and return the md5 that the ``export`` command prints."""
-    target = place.root / "exports" / name
-    export_checkpoint(checkpoint, target)
-    return stored_md5(target)
+    return api.open(checkpoint).export(place.root / "exports" / name, md5=True).md5
 
 
 def _prepare(output: Path, log: Log) -> Workplace:

@@ -17,8 +17,9 @@ import numpy as np
 from msgspec import structs
 
 from paddleformers_fc.errors import PeerError
-from paddleformers_fc.execute.digest import stored_md5, weights_md5
+from paddleformers_fc.execute.digest import weights_md5
 from paddleformers_fc.execute.export import export_checkpoint
+from verification.digests import stored_md5
 from verification.matrix.jobs import Training, trained
 from verification.matrix.layouts import parse_layout
 from verification.matrix.recipe import Recipe, cells_of
