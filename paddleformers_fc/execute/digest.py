@@ -417,7 +417,7 @@ def _pieces(shard: Shard, tensor: Any, unsigned: np.dtype[Any]) -> Iterator[tupl
     begin = 0 if shard.flat is None else shard.flat[0]
     for start in range(0, shard.size, _PIECE_ELEMENTS):
         stop = min(start + _PIECE_ELEMENTS, shard.size)
-        values = joined(host_pieces(tensor, start, stop)).view(unsigned)
+        values = joined(host_pieces(tensor, start, stop), stop - start).view(unsigned)
         piece = Shard(shard.name, shard.dtype, shard.global_shape, shard.box, (begin + start, begin + stop))
         for fragment in piece.fragments:
             size = fragment.box.volume

@@ -80,13 +80,21 @@ def host_pieces(
     return pool.pieces(_bytes_in_order(tensor, start, stop, dtype.itemsize, pool.piece_bytes), dtype)
 
 
-def joined(pieces: Iterable[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Return at least one piece of :func:`host_pieces` as one array.
+def joined(pieces: Iterable[np.ndarray[Any, Any]], size: int) -> np.ndarray[Any, Any]:
+    """Return the pieces of :func:`host_pieces` as one array, without a copy if there is only one.
 
-    Each piece is copied before the next one is requested, because its memory is reused.
+    Of several, each is copied before the next one is requested, because its memory is reused.
+
+    Args:
+        pieces: the pieces.
+        size: their number of elements.
     """
-    copies = [piece.copy() for piece in pieces]
-    return copies[0] if len(copies) == 1 else np.concatenate(copies)
+    copies: list[np.ndarray[Any, Any]] = []
+    for piece in pieces:
+        if piece.size == size:
+            return piece
+        copies.append(piece.copy())
+    return np.concatenate(copies)
 
 
 HostPieces = Callable[[int, int], Iterator[np.ndarray[Any, Any]]]
