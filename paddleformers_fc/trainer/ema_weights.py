@@ -20,7 +20,7 @@ from paddleformers_fc.api_arguments import DIRECTORY, Kind, require
 from paddleformers_fc.distributed.channel import run_on_all
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.exchange import LocalPart, gather_parts
-from paddleformers_fc.execute.memory import host_pieces, joined, slot_of
+from paddleformers_fc.execute.memory import host_pieces, slot_of
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
 from paddleformers_fc.layout.shards import Shard
@@ -152,7 +152,9 @@ def _weights(trainer: Any) -> dict[str, Any]:
 
 def _copy(tensor: Any) -> np.ndarray[Any, Any]:
     """Return the elements of a live tensor in new host memory."""
-    return joined(host_pieces(tensor, 0, int(np.prod(tensor.shape))))
+    elements = int(np.prod(tensor.shape))
+    # A piece is valid only until the next piece is requested.
+    return np.concatenate([piece.copy() for piece in host_pieces(tensor, 0, elements)])
 
 
 def _fill(tensor: Any, values: np.ndarray[Any, Any]) -> None:
