@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -163,23 +163,21 @@ class PieceBatch(msgspec.Struct, frozen=True):
 
 def piece_batches(
     planner: Planner,
-    tensors: Iterable[tuple[str, Shard, list[ReadItem]]],
+    tensors: Iterable[tuple[str, Shard, list[ReadItem], int]],
     batch_bytes: int,
-    piece_bytes: Callable[[list[ReadItem]], int],
 ) -> Iterator[PieceBatch]:
     """Yield tensors in order, in batches; at least one, which may be empty.
 
     Args:
         planner: plans the reads of pieces.
-        tensors: role, tensor and reads of every tensor.
+        tensors: every tensor, with its role, its reads, and a bound on the bytes of its pieces.
         batch_bytes: bound on the bytes of a batch; a larger piece is a batch of its own.
-        piece_bytes: returns the bound on the bytes of a tensor's pieces, given its reads.
     """
     pieces: list[Piece] = []
     items: list[ReadItem] = []
     used = 0
-    for role, tensor, own in tensors:
-        for part in row_major_pieces(tensor, piece_bytes(own)):
+    for role, tensor, own, piece_bytes in tensors:
+        for part in row_major_pieces(tensor, piece_bytes):
             size = shard_bytes(part)
             # An empty piece joins the previous batch, because a file is finished when its last byte is written.
             if pieces and size and (used + size > batch_bytes or pieces[-1].tensor is tensor):
@@ -210,13 +208,13 @@ def read_in_pieces(
         items.setdefault((item.role, item.name), []).append(item)
     expect(sum(shard_bytes(one) for shards in layout.values() for one in shards.values()))
     tensors = (
-        (role, tensor, items.get((role, tensor.name), []))
+        (role, tensor, items.get((role, tensor.name), []), piece_bytes)
         for role, shards in layout.items()
         for tensor in shards.values()
     )
     memory = np.empty(piece_bytes + _ELEMENT_BYTES, np.uint8)
     with ReadPool(identities=catalog.identities) as pool:
-        for batch in piece_batches(Planner(source), tensors, piece_bytes, lambda _: piece_bytes):
+        for batch in piece_batches(Planner(source), tensors, piece_bytes):
             for piece, numbers in zip(batch.pieces, batch.read(pool, catalog.root, memory), strict=True):
                 yield piece, numbers
                 advance(numbers.nbytes)
@@ -417,7 +415,8 @@ def _pieces(shard: Shard, tensor: Any, unsigned: np.dtype[Any]) -> Iterator[tupl
     begin = 0 if shard.flat is None else shard.flat[0]
     for start in range(0, shard.size, _PIECE_ELEMENTS):
         stop = min(start + _PIECE_ELEMENTS, shard.size)
-        values = joined(host_pieces(tensor, start, stop), stop - start).view(unsigned)
+        parts = host_pieces(tensor, start, stop)
+        values = joined(parts, stop - start).view(unsigned)
         piece = Shard(shard.name, shard.dtype, shard.global_shape, shard.box, (begin + start, begin + stop))
         for fragment in piece.fragments:
             size = fragment.box.volume

@@ -16,7 +16,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -99,10 +98,11 @@ def plan_batches(source: ReadSource, files: Sequence[OutputFile], max_bytes: int
     """
     planner = Planner(source)
     for file in files:
-        tensors = [(file.role, tensor, planner.items(file.role, tensor)) for tensor in file.tensors]
+        items = [planner.items(file.role, tensor) for tensor in file.tensors]
         planner.report.raise_error(str(source.catalog.root))
-        begin = 0
-        for reads in piece_batches(planner, tensors, max_bytes, partial(_piece_bytes, max_bytes)):
+        begin, planned = 0, zip(file.tensors, items, strict=True)
+        tensors = ((file.role, tensor, own, _piece_bytes(max_bytes, own)) for tensor, own in planned)
+        for reads in piece_batches(planner, tensors, max_bytes):
             yield Batch(file, begin, reads)
             begin += reads.nbytes
 

@@ -80,21 +80,19 @@ def host_pieces(
     return pool.pieces(_bytes_in_order(tensor, start, stop, dtype.itemsize, pool.piece_bytes), dtype)
 
 
-def joined(pieces: Iterable[np.ndarray[Any, Any]], size: int) -> np.ndarray[Any, Any]:
-    """Return the pieces of :func:`host_pieces` as one array, without a copy if there is only one.
+def joined(pieces: Iterator[np.ndarray[Any, Any]], elements: int) -> np.ndarray[Any, Any]:
+    """Return the pieces of :func:`host_pieces` as one array, which is valid until the iterator is advanced or released.
 
-    Of several, each is copied before the next one is requested, because its memory is reused.
+    One piece is returned as it is. Each of several is copied before the next one is requested, which reuses its memory.
 
     Args:
-        pieces: the pieces.
-        size: their number of elements.
+        pieces: at least one piece.
+        elements: number of elements of all pieces.
     """
-    copies: list[np.ndarray[Any, Any]] = []
-    for piece in pieces:
-        if piece.size == size:
-            return piece
-        copies.append(piece.copy())
-    return np.concatenate(copies)
+    first = next(pieces)
+    if first.size == elements:
+        return first
+    return np.concatenate([first.copy(), *(piece.copy() for piece in pieces)])
 
 
 HostPieces = Callable[[int, int], Iterator[np.ndarray[Any, Any]]]

@@ -612,6 +612,7 @@ def _digest(tensor: HostPieces, side: CopyPart) -> bytes:
     low, high = rows_around(side.shape, side.part)
     for box in boxes_within(side.part, max(1, _BLOCK_ELEMENTS * side.part.volume // (high - low))):
         low, high = rows_around(side.shape, box)
-        rows = joined(tensor(side.start + low, side.start + high), high - low)
+        pieces = tensor(side.start + low, side.start + high)
+        rows = joined(pieces, high - low)
         hasher.update(byte_view(np.ascontiguousarray(box_in_rows(rows, side.shape, box))))
     return hasher.digest()

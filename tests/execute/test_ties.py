@@ -282,12 +282,13 @@ def test_copies_that_are_cut_along_different_axes_are_compared_element_by_elemen
         assert bool(found) == (rank >= 0)
 
 
-def test_copies_on_a_device_are_hashed_although_their_pieces_share_memory() -> None:
-    array, buffer = np.arange(24, dtype=np.float32), np.zeros(5, np.float32)
+@pytest.mark.parametrize("size", [5, 24])
+def test_copies_on_a_device_are_hashed_although_their_pieces_share_memory(size: int) -> None:
+    array, buffer = np.arange(24, dtype=np.float32), np.zeros(size, np.float32)
 
     def staged(start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
-        for low in range(start, stop, 5):
-            piece = buffer[: min(5, stop - low)]
+        for low in range(start, stop, size):
+            piece = buffer[: min(size, stop - low)]
             piece[:] = array[low : low + piece.size]
             yield piece
         buffer[:] = np.nan  # Another thread has it now.
