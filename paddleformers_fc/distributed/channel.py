@@ -283,46 +283,54 @@ class PaddleChannel(CollectiveChannel):
 
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
         """Return the maximum of an array over all ranks, with one collective; in host memory in place."""
-        import paddle
         import paddle.distributed as dist
 
-        is_on_host = paddle.device.get_device() == "cpu"
-        if is_on_host:
-            tensor = paddle.from_dlpack(array)
-        elif source in (None, self.rank):
-            tensor = paddle.to_tensor(array)
-        else:
-            tensor = paddle.empty(array.shape, dtype=str(array.dtype))
+        tensor = _tensor_of(array, is_sent=source in (None, self.rank))
         if source is not None:
             dist.broadcast(tensor, src=source)
         elif to is not None:
             dist.reduce(tensor, dst=to, op=dist.ReduceOp.MAX)
         else:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return array if is_on_host or to not in (None, self.rank) else tensor.numpy()
+        return array if _is_on_host() or to not in (None, self.rank) else tensor.numpy()
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """Send and receive bytes with one all-to-all."""
-        import paddle
         import paddle.distributed as dist
 
         # Each rank also sends itself one byte, because not every backend supports a collective of zero bytes.
-        own = np.zeros(1, np.uint8)
-        parts = [np.concatenate([outgoing.get(rank, own[:0]), own[: rank == self.rank]]) for rank in self._ranks]
+        parts = {**outgoing, self.rank: np.zeros(1, np.uint8)}
         coming = [sizes.get(rank, 0) + (rank == self.rank) for rank in self._ranks]
-        target = paddle.empty([sum(coming)], dtype="uint8")
+        arrived: Bytes = np.empty(sum(coming), np.uint8)
+        target = _tensor_of(arrived, is_sent=False)
         dist.alltoall_single(
             out_tensor=target,
-            in_tensor=paddle.to_tensor(np.concatenate(parts)),
-            in_split_sizes=[part.size for part in parts],
+            in_tensor=_tensor_of(np.concatenate([parts[rank] for rank in sorted(parts)])),
+            in_split_sizes=[parts[rank].size if rank in parts else 0 for rank in self._ranks],
             out_split_sizes=coming,
         )
-        arrived, ends = target.numpy(), np.cumsum(coming)
+        arrived, ends = arrived if _is_on_host() else target.numpy(), np.cumsum(coming)
         return {rank: arrived[ends[rank] - coming[rank] :][:size] for rank, size in sizes.items()}
 
     @property
     def _ranks(self) -> range:
         return range(self.world_size)
+
+
+def _is_on_host() -> bool:
+    """Return whether tensors are in host memory, where a tensor and an array can share it."""
+    import paddle
+
+    return bool(paddle.device.get_device() == "cpu")
+
+
+def _tensor_of(array: Bytes, is_sent: bool = True) -> Any:
+    """Return a tensor of an array's shape, with its elements if they are sent; on a host in its memory."""
+    import paddle
+
+    if _is_on_host():
+        return paddle.from_dlpack(array)
+    return paddle.to_tensor(array) if is_sent else paddle.empty(array.shape, dtype=str(array.dtype))
 
 
 def job_channel() -> Channel:

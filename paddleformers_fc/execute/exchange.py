@@ -534,7 +534,7 @@ def exchange_round(
         for receiver in piece.move.receivers:
             if receiver != channel.rank:
                 leaving.setdefault(receiver, []).append(have[index].reshape(-1).view(np.uint8))
-    outgoing = {receiver: np.concatenate(parts) for receiver, parts in leaving.items()}
+    outgoing = {receiver: parts[0] if len(parts) == 1 else np.concatenate(parts) for receiver, parts in leaving.items()}
     sizes = {owner: sum(piece.size for piece in theirs) for owner, theirs in coming.items()}
     arrived = channel.all_to_all(outgoing, sizes)
     found = [(pieces[index], array) for index, array in have.items() if channel.rank in pieces[index].move.receivers]
