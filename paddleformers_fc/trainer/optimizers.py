@@ -44,7 +44,7 @@ from paddleformers_fc.layout.roles import (
     qualified_name,
 )
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer.options import contradiction
+from paddleformers_fc.trainer.conflicts import contradiction
 
 _SLICE_PREFIX = "slice@"
 """Stage 3 names the slice of a parameter with this prefix."""

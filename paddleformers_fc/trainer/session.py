@@ -43,7 +43,7 @@ from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.manifest import Manifest, RunRecord
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import rate_text, size_text
-from paddleformers_fc.trainer import description, live_roles, loop, optimizers
+from paddleformers_fc.trainer import description, live_roles, optimizers, streaming
 from paddleformers_fc.trainer.documents import TokenizerFiles, TrainingProgress
 from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
 from paddleformers_fc.trainer.library import LOAD_METHOD, PREFIX_CHECKPOINT_DIR, ShardingOption, TrainerCallback, logger
@@ -582,7 +582,7 @@ class LoopEvents:
             agree(session, "training")
             session.saver.report()
             session.figures.send_loaded()
-            loop.push(session.trainer, session.receive, session.channel)
+            streaming.push(session.trainer, session.receive, session.channel)
         elif event == "on_epoch_end":
             session.position.on_epoch_end(args, state, control)
         if session.signals is not None:

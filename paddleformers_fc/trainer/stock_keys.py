@@ -27,7 +27,8 @@ import xxhash
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.text import likely_meant
-from paddleformers_fc.trainer.options import FIELD_NAMES, spelled
+from paddleformers_fc.trainer.conflicts import spelled
+from paddleformers_fc.trainer.options import FIELD_NAMES
 from paddleformers_fc.upstream import FORMERS
 from paddleformers_fc.upstream.hooks import PADDLEFLEET
 

@@ -103,7 +103,7 @@ def train(
 def note_page_locked() -> list[str]:
     """Return a list that gets the phase of each page-locked allocation. The fake accelerator has ordinary memory."""
     from paddleformers_fc.execute import async_snapshot, staging_pool
-    from paddleformers_fc.trainer.save import AsyncSaves
+    from paddleformers_fc.trainer.async_save import AsyncSaves
 
     allocate, save = staging_pool.new_buffer, AsyncSaves.save
     where, noted = ["before training"], []
@@ -128,7 +128,7 @@ def count_step_ends() -> list[list[int]]:
     """Have ranks agree at every step end, and return a list of what that costs where they exchange nothing."""
     from paddleformers_fc.distributed import step_agreement
     from paddleformers_fc.trainer import session as sessions
-    from paddleformers_fc.trainer.save import AsyncSaves
+    from paddleformers_fc.trainer.async_save import AsyncSaves
 
     step_agreement.PENDING_SECONDS = 1e-6
     end, advance = sessions.agree, AsyncSaves.advance

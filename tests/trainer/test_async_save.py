@@ -66,7 +66,7 @@ def with_late_copies(job: str, **settings: Any) -> Any:
         settings: its arguments.
     """
     from paddleformers_fc.execute.async_snapshot import SnapshotCopy
-    from paddleformers_fc.trainer import save as async_save
+    from paddleformers_fc.trainer import async_save
     from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
     from paddleformers_fc.trainer.session import LoopEvents
 
@@ -206,7 +206,7 @@ def note_preparations(layout: MatrixLayout, output_dir: Path, resume: Path | Non
     """Train; where saves were planned and memory for snapshots was allocated."""
     from paddleformers_fc.execute import save
     from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
-    from paddleformers_fc.trainer.save import AsyncSaves
+    from paddleformers_fc.trainer.async_save import AsyncSaves
 
     noted, where, reserve = [], ["before training"], SnapshotBuffer.reserve
 
@@ -367,7 +367,7 @@ def test_saves_open_no_group_or_connection_and_their_threads_never_communicate(t
     from paddleformers_fc.distributed.channel import PaddleChannel
     from paddleformers_fc.distributed.communicator import Communicator
     from paddleformers_fc.distributed.store_client import StoreClient
-    from paddleformers_fc.trainer.save import AsyncSaves
+    from paddleformers_fc.trainer.async_save import AsyncSaves
 
     exchanges: list[int] = []
     threads: set[str] = set()
@@ -400,8 +400,8 @@ def test_saves_open_no_group_or_connection_and_their_threads_never_communicate(t
 def test_saves_are_committed_in_their_order_and_a_further_one_waits(tmp_path: Path) -> None:
     """The first save is not written before the second one waits for it."""
     from paddleformers_fc.execute import save
-    from paddleformers_fc.trainer import save as async_save
-    from paddleformers_fc.trainer.save import AsyncSaves
+    from paddleformers_fc.trainer import async_save
+    from paddleformers_fc.trainer.async_save import AsyncSaves
 
     waits, committed, captured = threading.Event(), [], []
 

@@ -36,7 +36,7 @@ def test_boxes_are_those_of_paddles_own_local_values() -> None:
     import paddle
     import paddle.distributed as dist
 
-    from paddleformers_fc.trainer.live_roles import shard_of_rank
+    from paddleformers_fc.trainer.dist_tensors import shard_of_rank
 
     dist.init_parallel_env()
     meshes = [dist.ProcessMesh(ranks) for ranks in ([[0, 1], [2, 3]], [[3, 1], [0, 2]], [3, 1, 0, 2], [1, 2])]

@@ -204,11 +204,11 @@ def test_unshuffled_samples_of_an_indexed_corpus_are_continued_or_refused(
 
 
 def test_updates_of_the_reference_model_are_refused_by_name_also_in_a_script() -> None:
-    from paddleformers_fc.trainer import models
+    from paddleformers_fc.trainer import reference
 
     with pytest.raises(OptionError) as refused:
-        models.check_no_reference_updates(SimpleNamespace(dpo_config=SimpleNamespace(ref_model_update_steps=2)))
+        reference.check_no_reference_updates(SimpleNamespace(dpo_config=SimpleNamespace(ref_model_update_steps=2)))
     text = refused.value.render()
     assert "flex_checkpoint: true and ref_model_update_steps: 2: the reference model is the base" in text
-    models.check_no_reference_updates(SimpleNamespace(dpo_config=SimpleNamespace(ref_model_update_steps=-1)))
-    models.check_no_reference_updates(SimpleNamespace())
+    reference.check_no_reference_updates(SimpleNamespace(dpo_config=SimpleNamespace(ref_model_update_steps=-1)))
+    reference.check_no_reference_updates(SimpleNamespace())
