@@ -180,7 +180,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
 
     Raises:
         FlexError: the same on every rank. If tensors were already being filled, the model is marked as undefined; see
-            :mod:`.reference`.
+            :mod:`.weight_sources`.
     """
     session = session_of(trainer)
     if not session.run.ran:  # A script called this method, not train.

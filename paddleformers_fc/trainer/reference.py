@@ -122,7 +122,7 @@ def check_same_reference(
     different = list(_differences(saved.contents, contents, casts))
     if different:
         raise MismatchError(
-            "The reference model differs from the one that the saved run used.",
+            "The reference model does not match the checkpoint.",
             where=str(directory),
             evidence=fold(different),
             next_step="Name the base of that run in model_name_or_path. To train against another reference model, set "

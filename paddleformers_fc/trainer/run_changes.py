@@ -149,7 +149,7 @@ def changes_text(step: int, changes: Iterable[Change], streams: bool = False) ->
     if not rows:
         return ""
     keys = [row.key for row in rows]
-    lines = [f"This run differs from the one that saved step {step}:", *(f"  {line}" for line in table(rows))]
+    lines = [f"This run differs from the run that saved step {step}:", *(f"  {line}" for line in table(rows))]
     if "samples per step" in keys:
         lines.append(_BATCH_ADVICE)
     ordering = [key for key in keys if key in ("seed", STREAM_ARGUMENT, *CORPUS)]

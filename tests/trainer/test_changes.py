@@ -21,7 +21,7 @@ from tests.trainer.jobs import frozen_trainer, logged, refused, trained
 from verification.digests import canonical_digests
 
 TWO = {"max_steps": 2, "save_steps": 2}
-DIFFERS = "This run differs from the one that saved step"
+DIFFERS = "This run differs from the run that saved step"
 
 
 def resumed(layout: MatrixLayout, directory: Path, model: dict[str, Any] | None = None, **arguments: Any) -> str:
