@@ -58,7 +58,7 @@ class BufferRange(msgspec.Struct, frozen=True):
     """This rank's range of a parameter in a flat tensor: a buffer, a slice, or a state of one.
 
     Args:
-        name: static name of the parameter.
+        name: the parameter: its static name, or its name in the model.
         begin: index of the first element of the range, in the parameter.
         end: index after the last element of the range, in the parameter.
         start: index of the first element of the range, in the flat tensor.

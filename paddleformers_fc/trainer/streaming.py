@@ -107,9 +107,9 @@ def stream(
         device: ``host``, or ``model`` for the device of the model.
         adapters: True to stream only the adapters of a model, under PEFT's names; otherwise they are merged into the
             weights.
-        family: as for :func:`save`.
-        config: as for :func:`save`.
-        mapping: as for :func:`save`.
+        family: as for :func:`.loop.save`.
+        config: as for :func:`.loop.save`.
+        mapping: as for :func:`.loop.save`.
     Yields:
         canonical name and ``paddle.Tensor``. ``torch.from_dlpack(tensor)`` shares its memory, and so does
         ``tensor.numpy()`` of a dtype that numpy has.
