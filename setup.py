@@ -54,6 +54,7 @@ setup(
     package_data={
         "paddleformers_fc": ["py.typed"],
         "paddleformers_fc.cli": ["*.html"],
+        "paddleformers_fc.upstream": ["*.txt"],
     },
     # What it takes to read, check and convert checkpoints. Paddle is an extra: a machine that only looks at checkpoints
     # does not have to install it.

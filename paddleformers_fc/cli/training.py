@@ -31,8 +31,8 @@ import msgspec
 from paddleformers_fc import output
 from paddleformers_fc.cli import nodes, start_checks
 from paddleformers_fc.cli.settings import parse_overrides, read_settings
-from paddleformers_fc.cpu_runtime.launch import LaunchResult, launch
-from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, SAVED_ON_SIGNAL, tail
+from paddleformers_fc.cpu_runtime.launch import launch
+from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, SAVED_ON_SIGNAL, JobOutcome, tail
 from paddleformers_fc.errors import FlexError, OptionError, StorageError
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.commit import is_name_taken
@@ -391,7 +391,7 @@ def _is_rank(pid: int, job: TrainingJob) -> bool:
     return f"{RECORDS}={job.log_dir}".encode() in variables
 
 
-def _signalled(result: LaunchResult) -> tuple[Signalled, ...]:
+def _signalled(result: JobOutcome) -> tuple[Signalled, ...]:
     """Return the ranks that were ended by signals, if the first failure was one of them."""
     failed = [(rank, code) for rank in result.alone if (code := result.returncodes[rank])]
     if not failed or failed[0][1] > 0:
@@ -416,7 +416,7 @@ def _resume_advice(job: TrainingJob) -> str | None:
     return f"run the same command again{added}; it resumes at step {step}"
 
 
-def _report(result: LaunchResult) -> str | None:
+def _report(result: JobOutcome) -> str | None:
     """Return the last lines of the log of the first process that failed, if any."""
     for log, code in zip(result.logs, result.returncodes, strict=True):
         if code:
