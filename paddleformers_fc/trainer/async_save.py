@@ -1,4 +1,4 @@
-"""Asynchronous saves, under ``flex_async_save``.
+"""Asynchronous saves, under ``flex_async_save``; without it, :class:`Saver` saves at once (:func:`.save.save_now`).
 
 Saves are planned, and a buffer for this rank's shards is allocated, before the first step. At a save, the training
 thread compares plans with the other ranks, captures the Trainer's state and begins the copy into the buffer. A save
@@ -48,16 +48,16 @@ from paddleformers_fc.trainer.documents import copied_state
 from paddleformers_fc.trainer.library import logger
 from paddleformers_fc.trainer.save import (
     PreparedSave,
-    SyncSaves,
     capture_files,
     outcome,
     prepare,
     raise_error,
     report_save,
     rotate,
+    save_now,
     upload,
 )
-from paddleformers_fc.trainer.session import Saver, Session
+from paddleformers_fc.trainer.session import Session
 from paddleformers_fc.trainer.tiers import Tier
 
 
@@ -76,7 +76,7 @@ def plan_ahead(session: Session) -> tuple[LivePart, SavePlan]:
 
     def expected() -> LivePart:
         optimizers.build_buffers(trainer.model_wrapped, trainer.optimizer)
-        roles = live_roles.run_roles(trainer.model, trainer.optimizer, may_expect=True)
+        roles = live_roles.LiveModel(trainer.model, trainer.optimizer).roles(may_expect=True)
         average = {} if session.average is None else session.average.roles() or ema.expected_roles(roles)
         if args.ignore_save_lr_and_optim:
             roles = live_roles.model_roles(trainer.model)
@@ -117,23 +117,31 @@ class _Save:
     is_event_deferred: bool = False
 
 
-class AsyncSaves(Saver):
-    """The asynchronous saves of one Trainer. All methods run on the training thread."""
+class Saver:
+    """Saves the checkpoints of one Trainer. Every rank must call every method, on the training thread.
 
-    def __init__(self) -> None:
+    Args:
+        is_async: whether saves are asynchronous; otherwise no save is in progress after a step.
+    """
+
+    def __init__(self, is_async: bool) -> None:
+        self._is_async = is_async
         self._buffer = SnapshotBuffer()
         self._thread = ThreadPoolExecutor(1, "flex-save")
         self._save: _Save | None = None
         self._in_loop = False
 
     def save(self, session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
-        """Begin to save the current step.
+        """Save the current step, or begin to. The arguments and errors are those of :func:`.save.save_now`.
 
         A local save that falls into a save to ``output_dir`` is blocking, so that it does not wait for the slower disk.
         """
-        if tier.is_local and self._save is not None and not self._save.prepared.tier.is_local:
-            SyncSaves().save(session, metrics, tier)
-            return
+        if not self._is_async or (tier.is_local and self._save is not None and not self._save.prepared.tier.is_local):
+            save_now(session, metrics, tier)
+        else:
+            self._begin(session, metrics, tier)
+
+    def _begin(self, session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
         started = time.monotonic()
         trainer, channel = session.trainer, session.channel
         trainer.runtime_timer.start("checkpoint saving time")
@@ -213,7 +221,8 @@ class AsyncSaves(Saver):
         """Context manager around the training loop; its exit waits for the save in progress."""
         self._in_loop = True
         try:
-            self._allocate(session)
+            if self._is_async:
+                self._allocate(session)
             yield
             self.finish(session)
         except BaseException:

@@ -192,11 +192,6 @@ def sharded_weights(model: Any) -> dict[str, Any]:
     return description.described_rows(model, found)
 
 
-def run_roles(model: Any, optimizer: Any, may_expect: bool = False) -> LiveRoles:
-    """Return the weights of a model and the states of its optimizer; see :meth:`LiveModel.roles`."""
-    return LiveModel(model, optimizer).roles(may_expect)
-
-
 class LiveModel:
     """A model and its optimizer as a source of live tensors. The description of the parameters is cached.
 

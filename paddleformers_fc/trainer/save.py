@@ -55,7 +55,7 @@ from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library import PREFIX_CHECKPOINT_DIR, ShardingOption, logger
 from paddleformers_fc.trainer.options import shard_bytes
 from paddleformers_fc.trainer.resume import degrees_text, new_run, parallel_degrees
-from paddleformers_fc.trainer.session import CheckpointReport, Native, Saver, Session, check_own_loop, session_of
+from paddleformers_fc.trainer.session import CheckpointReport, Native, Session, check_own_loop, session_of
 from paddleformers_fc.trainer.tiers import LOCAL_RETENTION, Tier, delete_over_limit, keep, numbered, retention_of
 
 _T = TypeVar("_T")
@@ -152,7 +152,7 @@ def _roles(session: Session) -> LiveRoles:
     trainer, average = session.trainer, {} if session.average is None else session.average.roles()
     if trainer.args.ignore_save_lr_and_optim:
         return {**live_roles.model_roles(trainer.model), **average}
-    return {**live_roles.run_roles(trainer.model, trainer.optimizer), **average}
+    return {**live_roles.LiveModel(trainer.model, trainer.optimizer).roles(), **average}
 
 
 def report_save(
@@ -322,27 +322,33 @@ def _update_best(trainer: Any, metrics: dict[str, float] | None, directory: Path
         state.best_model_checkpoint = str(directory)
 
 
-class SyncSaves(Saver):
-    """Blocking saves: plan, capture, write and commit on the training thread."""
+def save_now(session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
+    """Save the current step on the training thread: plan, capture, write and commit. Every rank must call.
 
-    def save(self, session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
-        """Save the current step."""
-        trainer, args, channel = session.trainer, session.args, session.channel
-        trainer.runtime_timer.start("checkpoint saving time")
-        prepared = prepare(session, metrics, tier)
-        encode = capture_files(session)
-        part = outcome(lambda: structs.replace(prepared.part(), files=encode()))
-        with measured_transfers() as transfers:
-            planned = begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
-            with shown_in_training(f"saving {prepared.directory.name}", args.should_log):
-                report = write_and_commit(planned, capture(planned.part), channel)
-        trainer.runtime_timer.stop()
-        upload(session, prepared, report)
-        report_save(session, prepared, report, transfers)
-        if tier.is_local:
-            rotate(session, tier, tier.saved, None, tier.disks, channel)
-        else:
-            trainer._rotate_checkpoints(output_dir=args.output_dir)
+    Args:
+        session: the session; the Trainer's state names the best checkpoint.
+        metrics: metrics of an evaluation at this step.
+        tier: where to save.
+
+    Raises:
+        FlexError: the same on every rank; previous checkpoints are unchanged.
+    """
+    trainer, args, channel = session.trainer, session.args, session.channel
+    trainer.runtime_timer.start("checkpoint saving time")
+    prepared = prepare(session, metrics, tier)
+    encode = capture_files(session)
+    part = outcome(lambda: structs.replace(prepared.part(), files=encode()))
+    with measured_transfers() as transfers:
+        planned = begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
+        with shown_in_training(f"saving {prepared.directory.name}", args.should_log):
+            report = write_and_commit(planned, capture(planned.part), channel)
+    trainer.runtime_timer.stop()
+    upload(session, prepared, report)
+    report_save(session, prepared, report, transfers)
+    if tier.is_local:
+        rotate(session, tier, tier.saved, None, tier.disks, channel)
+    else:
+        trainer._rotate_checkpoints(output_dir=args.output_dir)
 
 
 # ---- The replaced methods.

@@ -33,12 +33,12 @@ from paddleformers_fc.trainer import (
     tiers,
     weight_sources,
 )
-from paddleformers_fc.trainer.async_save import AsyncSaves
+from paddleformers_fc.trainer.async_save import Saver
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.ema import UpdateBarrier
 from paddleformers_fc.trainer.library import LoRAModel, PretrainedModel, logger
 from paddleformers_fc.trainer.options import FlexFields, is_active, local_dir, upload_url, without_effect
-from paddleformers_fc.trainer.save import SyncSaves, save_pretrained
+from paddleformers_fc.trainer.save import save_pretrained
 from paddleformers_fc.trainer.session import ATTENDED, Native, Session, channel_of, new_session, record_progress
 from paddleformers_fc.trainer.uploads import Uploads
 from paddleformers_fc.upstream.hooks import LIBRARIES
@@ -72,7 +72,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     run_on_all(channel, "checking the model", lambda: _check_model(trainer))
     adapter_checks.check_trained(trainer.model, channel)
     barrier = UpdateBarrier(lambda: _passes_change_weights(trainer))
-    session = new_session(trainer, barrier, AsyncSaves() if arguments.flex_async_save else SyncSaves())
+    session = new_session(trainer, barrier, Saver(arguments.flex_async_save))
     session.check_optimizer()
     weight_sources.identify_base(trainer.model, channel)
     decay, url = float(arguments.flex_ema_decay), upload_url(arguments)

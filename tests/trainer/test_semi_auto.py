@@ -85,7 +85,7 @@ def load(source: Path, weights: Path | None, scheme: str, model_type: str, targe
     alone = one_device(model_type)
     optimizer = paddle.optimizer.AdamW(0.01, parameters=alone.parameters())
     paddleformers_fc.load(source, alone, optimizer)
-    roles = live_roles.run_roles(alone, optimizer).values()
+    roles = live_roles.LiveModel(alone, optimizer).roles().values()
     wholes = {name: one.local_tensor.numpy() for role in roles for name, one in role.items()}
     model = semi_auto(scheme, model_type)
     state_dict = dict(model.state_dict())
