@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from paddleformers_fc.api_arguments import MOST_THREADS
+from paddleformers_fc.api_arguments import MOST_THREADS, Kind
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.formats.checkpoint import TIED_WAYS
 from paddleformers_fc.storage.manifest import LEVELS
@@ -39,26 +39,12 @@ from paddleformers_fc.trainer.conflicts import (
     spelled,
 )
 
-REPLICA_WAYS = ("off", "warn", "refuse")
-"""Values of ``flex_check_replicas``."""
-
-READ_WAYS = ("auto", "each", "once")
-"""Values of ``flex_read``."""
-
-UNKNOWN_WAYS = ("refuse", "warn")
-"""Values of ``flex_unknown_versions``."""
-
 OFF = "off"
 SAVE_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
 """Values of ``flex_save_on_signal``, besides ``off``."""
 
 _DUMP_SIGNAL = "SIGUSR1"
-
-_MAY_BE_OFF = {
-    "flex_verify": LEVELS,
-    "flex_check_replicas": REPLICA_WAYS,
-    "flex_save_on_signal": (OFF, *SAVE_SIGNALS),
-}
+_MAY_BE_OFF = ("flex_verify", "flex_check_replicas", "flex_save_on_signal")
 """Keys that accept ``off``, which YAML reads as false if it has no quotes."""
 
 NO_PLACE = "none"
@@ -70,15 +56,6 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SMALLEST_SIZE = 10**6
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 _MOST_STEPS = 10**9
-_COUNTS = {
-    "flex_threads": range(1, MOST_THREADS + 1),
-    "flex_timeout": range(1, _LONGEST_TIMEOUT + 1),
-    "flex_keep_every": range(_MOST_STEPS + 1),
-    "flex_local_steps": range(_MOST_STEPS + 1),
-    "flex_ema_interval": range(1, _MOST_STEPS + 1),
-    "zcc_ema_interval": range(1, _MOST_STEPS + 1),
-}
-"""Integer keys and their ranges."""
 
 
 def _described(help: str, default: Any) -> dict[str, str]:
@@ -222,8 +199,44 @@ FIELD_NAMES = tuple(one.name for one in fields(FlexFields))
 
 _DEFAULTS = {one.name: one.default for one in fields(FlexFields)}
 
-_SWITCHES = tuple(name for name, default in _DEFAULTS.items() if isinstance(default, bool))
-"""Keys whose values are true or false."""
+
+def _one_of(*ways: str) -> Kind:
+    return Kind(f"one of {', '.join(ways)}", lambda value: value in ways or (value is False and OFF in ways))
+
+
+def _whole(first: int, last: int) -> Kind:
+    return Kind(f"a whole number from {first} to {last}", lambda value: type(value) is int and first <= value <= last)
+
+
+_DECAY = Kind(
+    "a number of at least 0 and below 1",
+    lambda value: isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value < 1,
+)
+_KINDS = {
+    **dict.fromkeys(
+        (name for name, default in _DEFAULTS.items() if isinstance(default, bool)),
+        Kind("true or false", lambda value: isinstance(value, bool)),
+    ),
+    "flex_verify": _one_of(*LEVELS),
+    "flex_check_replicas": _one_of(OFF, "warn", "refuse"),
+    "flex_save_on_signal": _one_of(OFF, *SAVE_SIGNALS),
+    "flex_read": _one_of("auto", "each", "once"),
+    "flex_tied": _one_of(*TIED_WAYS),
+    "flex_unknown_versions": _one_of("refuse", "warn"),
+    "flex_threads": _whole(1, MOST_THREADS),
+    "flex_timeout": _whole(1, _LONGEST_TIMEOUT),
+    "flex_keep_every": _whole(0, _MOST_STEPS),
+    "flex_local_steps": _whole(0, _MOST_STEPS),
+    "flex_ema_interval": _whole(1, _MOST_STEPS),
+    "zcc_ema_interval": _whole(1, _MOST_STEPS),
+    "flex_ema_decay": _DECAY,
+    "zcc_save_ema_coef": _DECAY,
+    "flex_allow_config_changes": Kind(
+        "a list of keys such as [rope_theta]",
+        lambda value: isinstance(value, list) and all(isinstance(key, str) and key for key in value),
+    ),
+}
+"""The valid values of keys, also of PaddleFormers' keys that are moved to ours."""
 
 _EMA_ALIASES = {"zcc_save_ema_coef": "flex_ema_decay", "zcc_ema_interval": "flex_ema_interval"}
 """PaddleFormers' keys of a moving average, and this package's keys with the same meaning."""
@@ -433,33 +446,13 @@ def save_signal(options: Any) -> str | None:
 
 def _range_faults(options: Any) -> list[str]:
     faults = []
-    for name in _SWITCHES:
-        if not isinstance(getattr(options, name), bool):
-            faults.append(f"{name}: {getattr(options, name)!r} is neither true nor false")
-    for name, ways in _MAY_BE_OFF.items():
-        value = getattr(options, name)
-        if value is not False and value not in ways:
+    for name, kind in _KINDS.items():
+        value = getattr(options, name, None)
+        is_set = name in FIELD_NAMES or (value is not None and options.flex_checkpoint)
+        if is_set and not kind.accepts(value):
             reserved = ": ranks write their stacks on it" if value == _DUMP_SIGNAL else ""
-            faults.append(f"{name}: {value!r} is none of {', '.join(ways)}{reserved}")
-    for name, known in {"flex_read": READ_WAYS, "flex_tied": TIED_WAYS, "flex_unknown_versions": UNKNOWN_WAYS}.items():
-        if getattr(options, name) not in known:
-            faults.append(f"{name}: {getattr(options, name)!r} is none of {', '.join(known)}")
-    for name, allowed in _COUNTS.items():
-        value = getattr(options, name, None)
-        if name not in FIELD_NAMES and (value is None or not options.flex_checkpoint):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
-            faults.append(f"{name}: {value!r} is not a whole number from {allowed[0]} to {allowed[-1]}")
-    for name in ("flex_ema_decay", "zcc_save_ema_coef"):
-        value = getattr(options, name, None)
-        if name not in FIELD_NAMES and (value is None or not options.flex_checkpoint):
-            continue
-        if isinstance(value, bool) or not isinstance(value, float | int) or not 0 <= value < 1:
-            faults.append(f"{name}: {value!r} is not a number of at least 0 and below 1")
+            faults.append(f"{name}: {value!r} is not {kind.expected}{reserved}")
     faults.extend(f"flex_max_shard_size: {fault}" for fault in _size_faults(options.flex_max_shard_size))
-    keys = options.flex_allow_config_changes
-    if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
-        faults.append(f"flex_allow_config_changes: {keys!r} is not a list of keys such as [rope_theta]")
     faults.extend(_stream_faults(options.flex_stream))
     faults.extend(_upload_faults(options.flex_upload))
     faults.extend(_local_faults(options))
@@ -525,7 +518,7 @@ def _local_faults(options: Any) -> list[str]:
         return [f"flex_local_dir: {directory!r} is not a directory such as /dev/shm/run"]
     if directory != NO_PLACE and steps == 0:
         return [f"flex_local_dir: {directory} needs flex_local_steps of at least 1, the steps between two saves there"]
-    if directory == NO_PLACE and steps in _COUNTS["flex_local_steps"][1:]:
+    if directory == NO_PLACE and type(steps) is int and steps > 0:
         return [f"flex_local_steps: {steps!r} needs flex_local_dir, the directory of these saves"]
     return []
 
