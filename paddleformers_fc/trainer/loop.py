@@ -508,6 +508,7 @@ def is_by_name(model: ModelDescription) -> bool:
 
 
 def rank_tensors_by_name(model: ModelDescription, roles: Roles) -> RankTensors:
+    """Return the weights of this rank if the model is mapped by name; else nothing, because no rank needs them."""
     return rank_tensors(roles) if is_by_name(model) else RankTensors()
 
 

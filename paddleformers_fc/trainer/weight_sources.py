@@ -189,7 +189,7 @@ def _markable(model: Any) -> Iterable[Any]:
     return [tensor for _, _, tensor in dist_tensors.leaves(model)] if isinstance(model, Mapping) else [model]
 
 
-_LOADER = "_flex_weight_source"
+_LOADER = "_flex_loader"
 _VERIFIED = ""
 
 
