@@ -36,12 +36,12 @@ from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, SAVED_ON_SIGNA
 from paddleformers_fc.errors import FlexError, OptionError, StorageError
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.commit import is_name_taken
-from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
-from paddleformers_fc.storage.paths import expand_user, require_local
+from paddleformers_fc.storage.paths import expand_user, parse_step, require_local
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FIELD_NAMES, save_signal
 from paddleformers_fc.trainer.rank_records import RECORDS, RankRecord, read_error, read_records
+from paddleformers_fc.trainer.resume import newest_without_changes
 from paddleformers_fc.trainer.tiers import local_tier_of
 from paddleformers_fc.upstream import FORMERS
 
@@ -406,14 +406,13 @@ def _resume_advice(job: TrainingJob) -> str | None:
         return None
     try:
         output_dir = Path(job.output_dir)
-        newest, _ = newest_checkpoint(output_dir, *filter(None, [local_tier_of(output_dir)]))
-        step = None if newest is None else read_manifest(newest).step
+        newest, _ = newest_without_changes(output_dir, local_tier_of(output_dir))
     except FlexError:
         return None
-    if step is None:
+    if newest is None:
         return "run the same command again; it starts a new run, because there is no finished checkpoint"
     added = f" with {' '.join(job.resume_overrides)}" if job.resume_overrides else ""
-    return f"run the same command again{added}; it resumes at step {step}"
+    return f"run the same command again{added}; it resumes at step {parse_step(newest)}"
 
 
 def _report(result: JobOutcome) -> str | None:
