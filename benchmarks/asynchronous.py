@@ -55,7 +55,7 @@ def copies(nbytes: int) -> Callable[[], float]:
 def ours(output_dir: str, rounds: int) -> Figures:
     """Save in the step, at once and beside, in turn, at every second step of one training."""
     from paddleformers_fc import FlexCheckpointCallback, FlexTrainer, FlexTrainingArguments, cpu_runtime
-    from paddleformers_fc.trainer.save import SyncSaves
+    from paddleformers_fc.trainer.async_save import Saver
     from paddleformers_fc.trainer.session import session_of
     from verification.matrix import tiny
     from verification.matrix.layouts import MatrixLayout
@@ -85,7 +85,7 @@ def ours(output_dir: str, rounds: int) -> Figures:
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % 2 == 1:
                 way = ways[state.global_step // 2 % len(ways)]
-                run.saver = SyncSaves() if way == "in the step" else beside
+                run.saver = Saver(is_async=False) if way == "in the step" else beside
                 # Read at every save; the optimizer has been wrapped already, and ignores it.
                 args.stage1_broadcast_overlap = way == "at once"
                 if state.global_step // 2 >= len(ways):

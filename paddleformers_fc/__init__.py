@@ -12,6 +12,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _LOOP = "paddleformers_fc.trainer.loop"
+_STREAMING = "paddleformers_fc.trainer.streaming"
 _HOME = {
     "Checkpoint": "paddleformers_fc.api",
     "averaged_weights": "paddleformers_fc.trainer.ema_weights",
@@ -26,7 +27,7 @@ _HOME = {
     "load_open_weights": "paddleformers_fc.trainer.pretrained",
     "register_optimizer": "paddleformers_fc.layout.roles",
     "save_ema": "paddleformers_fc.trainer.ema_weights",
-    "stream": _LOOP,
+    "stream": _STREAMING,
 }
 
 _PACKAGES = ("cpu_runtime", "trainer")
@@ -61,5 +62,5 @@ def __getattr__(name: str) -> Any:
         from paddleformers_fc.upstream.hooks import LOOP, TRAINERS
 
         # This comes first, so that one error lists every missing name; a module's own imports would stop at one.
-        upstream.require(LOOP if home == _LOOP else TRAINERS[upstream.FORMERS])
+        upstream.require(LOOP if home in (_LOOP, _STREAMING) else TRAINERS[upstream.FORMERS])
     return getattr(importlib.import_module(home), name)

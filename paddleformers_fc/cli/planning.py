@@ -12,7 +12,7 @@ from paddleformers_fc import output
 from paddleformers_fc.cli.settings import read_settings
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.plan.forecast import GridPlan, PlanFlows, RankForecast
-from paddleformers_fc.storage.files import exists, is_directory, open_local, read_range, remove_file, rename, write_file
+from paddleformers_fc.storage.files import exists, is_directory, open_local, read_range, replace_file
 from paddleformers_fc.text import count_text, fold, size_text
 
 _SHOWN = 24
@@ -52,13 +52,7 @@ def write_page(file: Path, found: PlanFlows, ranks_per_node: int) -> None:
     # Tensor names are untrusted: they must not close the script element.
     text = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
     page = template.replace("@DATA@", text, 1).encode("utf-8", "backslashreplace")
-    partial = file.with_name(f".{file.name}.part")
-    try:
-        write_file(partial, page)
-        rename(partial, file)
-    except BaseException:
-        remove_file(partial)
-        raise
+    replace_file(file, page)
 
 
 def _check_is_plan(file: Path, page_begin: bytes) -> None:

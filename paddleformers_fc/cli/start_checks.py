@@ -31,7 +31,7 @@ from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates_in, read
 from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_path
 from paddleformers_fc.storage.remote_writes import check_remote_writable
 from paddleformers_fc.text import count_text, likely_meant
-from paddleformers_fc.trainer import options, resume, tiers
+from paddleformers_fc.trainer import conflicts, options, resume, tiers
 from paddleformers_fc.trainer.stock_keys import StockTable, check_values, stock_table
 
 Values = Mapping[str, Any]
@@ -170,7 +170,7 @@ def _missing_paths(settings: Mapping[str, Any]) -> Iterator[str]:
     if output_dir is None:
         yield "output_dir is missing: the directory for checkpoints and logs"
     elif not isinstance(output_dir, str):
-        text = options.spelled(output_dir)
+        text = conflicts.spelled(output_dir)
         yield f"output_dir: {text} is not text; a name that YAML reads as something else needs quotes"
     if own is not None and not is_file(Path(str(own))):
         yield f"custom_register_path: {own} does not exist; without this key the command registers the package"

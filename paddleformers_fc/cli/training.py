@@ -31,17 +31,17 @@ import msgspec
 from paddleformers_fc import output
 from paddleformers_fc.cli import nodes, start_checks
 from paddleformers_fc.cli.settings import parse_overrides, read_settings
-from paddleformers_fc.cpu_runtime.launch import LaunchResult, launch
-from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, SAVED_ON_SIGNAL, tail
+from paddleformers_fc.cpu_runtime.launch import launch
+from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, SAVED_ON_SIGNAL, JobOutcome, tail
 from paddleformers_fc.errors import FlexError, OptionError, StorageError
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.commit import is_name_taken
-from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest
-from paddleformers_fc.storage.paths import expand_user, require_local
+from paddleformers_fc.storage.paths import expand_user, parse_step, require_local
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FIELD_NAMES, save_signal
 from paddleformers_fc.trainer.rank_records import RECORDS, RankRecord, read_error, read_records
+from paddleformers_fc.trainer.resume import newest_without_changes
 from paddleformers_fc.trainer.tiers import local_tier_of
 from paddleformers_fc.upstream import FORMERS
 
@@ -391,7 +391,7 @@ def _is_rank(pid: int, job: TrainingJob) -> bool:
     return f"{RECORDS}={job.log_dir}".encode() in variables
 
 
-def _signalled(result: LaunchResult) -> tuple[Signalled, ...]:
+def _signalled(result: JobOutcome) -> tuple[Signalled, ...]:
     """Return the ranks that were ended by signals, if the first failure was one of them."""
     failed = [(rank, code) for rank in result.alone if (code := result.returncodes[rank])]
     if not failed or failed[0][1] > 0:
@@ -406,17 +406,16 @@ def _resume_advice(job: TrainingJob) -> str | None:
         return None
     try:
         output_dir = Path(job.output_dir)
-        newest, _ = newest_checkpoint(output_dir, *filter(None, [local_tier_of(output_dir)]))
-        step = None if newest is None else read_manifest(newest).step
+        newest, _ = newest_without_changes(output_dir, local_tier_of(output_dir))
     except FlexError:
         return None
-    if step is None:
+    if newest is None:
         return "run the same command again; it starts a new run, because there is no finished checkpoint"
     added = f" with {' '.join(job.resume_overrides)}" if job.resume_overrides else ""
-    return f"run the same command again{added}; it resumes at step {step}"
+    return f"run the same command again{added}; it resumes at step {parse_step(newest)}"
 
 
-def _report(result: LaunchResult) -> str | None:
+def _report(result: JobOutcome) -> str | None:
     """Return the last lines of the log of the first process that failed, if any."""
     for log, code in zip(result.logs, result.returncodes, strict=True):
         if code:

@@ -7,7 +7,7 @@ collectives and checkpoints, but slowly. On an accelerator this package has no e
 ===============================  ======================================================================
 ``patches``                      the table of patches, one row per fault of the CPU build
 ``collectives``, ``p2p``         operations that gloo lacks; point-to-point messages over sockets
-``groups``, ``stores``           one store per process group; an interruptible store client
+``groups``, ``stores``           one store per process group; a fast rendezvous
 ``mpu``                          tensor parallel operators and input data
 ``sharding``, ``half``           sharding stages; bfloat16 training
 ``device``, ``formers``          device queries and OpenMP; assumptions of PaddleFormers' Trainer

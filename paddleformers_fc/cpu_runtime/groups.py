@@ -18,8 +18,8 @@ from paddle.base import core
 from paddle.distributed import collective
 
 from .. import errors
+from ..upstream import replace_everywhere
 from . import p2p, stores
-from ._replace import replace_everywhere
 
 _BIND_ATTEMPTS = 8
 

@@ -18,41 +18,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from .. import errors
 from . import ranks
-
-
-@dataclass(frozen=True)
-class LaunchResult:
-    """The outcome of a launched job.
-
-    Args:
-        returncode: 0 if every rank returned 0, 124 after a timeout, else the first failing rank's code (128 + n if
-            signal n ended it).
-        returncodes: codes by rank, negative for a signal.
-        logs: logs by rank, with standard output and errors.
-        seconds: wall time.
-        alone: the ranks that the supervisor did not end, in the order in which they ended.
-    """
-
-    returncode: int
-    returncodes: tuple[int, ...]
-    logs: tuple[Path, ...]
-    seconds: float
-    alone: tuple[int, ...] = ()
-
-    def report(self) -> str:
-        """Return the last lines of every failed rank's log; after a timeout, of all logs."""
-        shown = [
-            f"--- rank {rank} (code {code}): {log}\n{ranks.tail(log)}"
-            for rank, (code, log) in enumerate(zip(self.returncodes, self.logs, strict=True))
-            if code != 0
-        ]
-        return "\n".join(shown)
 
 
 def launch(
@@ -65,7 +36,7 @@ def launch(
     grace: float = ranks.GRACE_SECONDS,
     is_over: Callable[[], bool] = lambda: False,
     places: Sequence[Mapping[str, str]] | None = None,
-) -> LaunchResult:
+) -> ranks.JobOutcome:
     """Run ``python argv`` on ``nproc`` local ranks and wait for them.
 
     Args:
@@ -111,7 +82,7 @@ def launch(
 
         outcome = ranks.supervise(processes, timeout, grace, each_poll)
         forward()
-    return LaunchResult(outcome.returncode, outcome.returncodes, logs, outcome.seconds, outcome.alone)
+    return replace(outcome, logs=logs)
 
 
 def _start(argv: Sequence[str], log: Path, lifeline: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

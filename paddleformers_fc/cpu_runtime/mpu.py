@@ -23,7 +23,7 @@ from paddle.distributed import collective
 from paddle.distributed.fleet.layers.mpu import mp_ops
 from paddle.distributed.fleet.utils import hybrid_parallel_util
 
-from ._replace import replace_everywhere
+from ..upstream import replace_everywhere
 
 Operation = Callable[[Any, Any], Any]
 

@@ -68,12 +68,14 @@ class JobOutcome:
         timed_out: whether the timeout ended the job.
         seconds: from the first rank's start to the last one's end.
         alone: the ranks that the supervisor did not end, in the order in which they ended, as far as it is known.
+        logs: logs by rank, with standard output and errors; empty if ranks write no logs.
     """
 
     returncodes: tuple[int, ...]
     timed_out: bool
     seconds: float
     alone: tuple[int, ...] = ()
+    logs: tuple[Path, ...] = ()
 
     @property
     def returncode(self) -> int:
@@ -82,6 +84,11 @@ class JobOutcome:
             return TIMED_OUT
         failed = next((code for code in self.returncodes if code != 0), 0)
         return failed if failed >= 0 else 128 - failed
+
+    def report(self) -> str:
+        """Return the last lines of every failed rank's log; after a timeout, of all logs."""
+        ended = enumerate(zip(self.returncodes, self.logs, strict=True))
+        return "\n".join(f"--- rank {rank} (code {code}): {log}\n{tail(log)}" for rank, (code, log) in ended if code)
 
 
 def free_ports(count: int) -> list[int]:

@@ -12,6 +12,7 @@ devices, in which ``group_sharded_parallel`` looks up the device.
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import Any
 
 import paddle
@@ -27,9 +28,30 @@ from paddle.distributed.fleet.meta_parallel.sharding import (
 )
 from paddle.distributed.sharding import group_sharded
 
-from ._replace import ModuleView, replace_everywhere
+from ..upstream import replace_everywhere
 
 _segment_size = 2**20
+
+
+class ModuleView(ModuleType):
+    """A proxy of a module with different values for some attributes.
+
+    Assign it to the global name of an importing module::
+
+        group_sharded_stage3.paddle = ModuleView(paddle, get_device=lambda: "cpu:0")
+
+    Args:
+        module: the real module, which is not changed. All other attributes are looked up in it at each use.
+        changes: the attributes that differ, by name.
+    """
+
+    def __init__(self, module: ModuleType, **changes: Any) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(changes)
+        self.__dict__["_viewed"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_viewed"], name)
 
 
 def slice_above(elements: int) -> None:

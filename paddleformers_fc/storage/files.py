@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import secrets
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -310,6 +311,20 @@ def write_file(path: Path, data: bytes, *, root: Path | None = None) -> FileChec
     finally:
         file.abandon()
     return checksum_of(file.name, data)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a small file atomically: under a temporary name, which is then renamed; an older file is replaced.
+
+    Raises:
+        StorageError: the operating system refused; an older file is unchanged.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
+    try:
+        write_file(partial, data)
+        rename(partial, path)
+    finally:
+        remove_file(partial)
 
 
 def read_file(path: AnyPath) -> bytes:

@@ -85,7 +85,7 @@ class KnownParts:
         """Return the parts by the name of the parameter."""
         addresses = _addresses(self._trainer.optimizer)
         if not addresses or addresses != self._addresses:
-            self._parts = _parts_of(live_roles.run_roles(self._trainer.model, self._trainer.optimizer))
+            self._parts = _parts_of(live_roles.LiveModel(self._trainer.model, self._trainer.optimizer).roles())
             self._addresses = () if any(map(_is_slice, self._parts.values())) else addresses
         return self._parts
 

@@ -44,7 +44,21 @@ from paddleformers_fc.storage.files import real_path
 from paddleformers_fc.storage.manifest import Manifest
 from paddleformers_fc.storage.paths import AnyPath, parse_named, parse_path
 from paddleformers_fc.text import count_text, fold, natural, size_text
-from paddleformers_fc.trainer import documents, ema, library, live_roles, models, optimizers, position, resume
+from paddleformers_fc.trainer import (
+    batches,
+    documents,
+    ema,
+    library,
+    live_roles,
+    optimizers,
+    position,
+    reference,
+    restore,
+    resume,
+    rng,
+    run_changes,
+    weight_sources,
+)
 from paddleformers_fc.trainer.description import describe_model, filled_from_run
 from paddleformers_fc.trainer.library import LOAD_METHOD, logger
 from paddleformers_fc.trainer.options import local_dir
@@ -166,7 +180,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
 
     Raises:
         FlexError: the same on every rank. If tensors were already being filled, the model is marked as undefined; see
-            :mod:`.models`.
+            :mod:`.weight_sources`.
     """
     session = session_of(trainer)
     if not session.run.ran:  # A script called this method, not train.
@@ -204,7 +218,7 @@ def load(trainer: Any, native: Native, resume_from_checkpoint: str) -> None:
     session.report_loaded(loaded)
     _report_missing_content(args, checkpoint, progress is not None)
     if progress is None:
-        session.warn(position.changes_text(checkpoint.manifest.step, report.changes))
+        session.warn(run_changes.changes_text(checkpoint.manifest.step, report.changes))
 
 
 def _report_missing_content(args: Any, checkpoint: OpenedCheckpoint, continued: bool) -> None:
@@ -231,7 +245,7 @@ class _PreparedLoad:
     progress: documents.TrainingProgress | None
     generators: bytes | None
     load: PreparedLoad
-    names: live_roles.LiveNames
+    names: restore.LiveNames
 
 
 class _VerificationError(Exception):
@@ -272,7 +286,7 @@ def _fill_chosen(session: Session, choice: resume.Choice, timer: PhaseTimer) -> 
             _identify_run(session, ready.checkpoint.manifest, session.run.chosen)
             touched = (touched or set()) | ready.load.targets
             shown = shown_in_training(f"loading {directory.name}", session.args.should_log)
-            with _verifying(), models.mark_undefined_until_loaded(model, directory), shown:
+            with _verifying(), weight_sources.mark_undefined_until_loaded(model, directory), shown:
                 return ready, ready.load.fill()
         except _VerificationError as failed:
             error = failed.__cause__
@@ -364,7 +378,7 @@ class _LiveTensors:
     continued: bool
     terms: LoadTerms
     handed: bytes | None
-    names: live_roles.LiveNames = field(default_factory=live_roles.LiveNames)
+    names: restore.LiveNames = field(default_factory=restore.LiveNames)
     generators: bytes | None = None
 
     def to_fill(self) -> LiveRoles:
@@ -383,7 +397,7 @@ class _LiveTensors:
         # PaddleFormers offloads accumulators when they are created, but master weights only after the first step.
         place_master = library.offload if trainer.args.tensorwise_offload_optimizer else None
         live = live_roles.LiveModel(trainer.model, optimizer, session.run.model, place_master)
-        found, self.names = live_roles.to_fill(live, checkpoint, session.run.model, self.terms, targets)
+        found, self.names = restore.to_fill(live, checkpoint, session.run.model, self.terms, targets)
         if self.continued and session.average is not None and stored.get(EMA_STATE):
             # A stored average has the name of its parameter; the names of master weights map it to the live model.
             masters = self.names.of({name + MASTER.suffix for name in stored[EMA_STATE]})
@@ -456,13 +470,13 @@ def _check_progress(session: Session, progress: documents.TrainingProgress, dire
 
 def _check_reference(session: Session, progress: documents.TrainingProgress, directory: AnyPath) -> None:
     """Check that the saved run had the same reference model."""
-    model = models.reference_of(session.trainer)
+    model = reference.reference_of(session.trainer)
     if model is None or progress.reference is None:
         return
     what, where = "Invalid description of the reference model.", directory / documents.REFERENCE
-    saved = documents.typed(progress.reference, models.ReferenceDocument, what, where)
-    session.reference = session.reference or models.contents_of(model, session.channel)
-    models.check_same_reference(saved, session.reference, directory, session.args.flex_allow_casts)
+    saved = documents.typed(progress.reference, reference.ReferenceDocument, what, where)
+    session.reference = session.reference or reference.contents_of(model, session.channel)
+    reference.check_same_reference(saved, session.reference, directory, session.args.flex_allow_casts)
 
 
 def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> None:
@@ -572,7 +586,7 @@ def inner_training_loop(
         start = _start(session, saved, order, passes)
         done = trainer.state.global_step >= max_steps
         epochs = position.epochs_left(start, num_train_epochs, args.max_steps > 0, done)
-        loader = position.ResumedBatches(
+        loader = batches.ResumedBatches(
             train_dataloader,
             start,
             order.indexed,
@@ -627,7 +641,7 @@ def _uploading(session: Session) -> Iterator[None]:
 def _check_training(session: Session) -> list[str]:
     """Check model and optimizer, and return this rank's trained parameters that have no states in the checkpoint."""
     model, optimizer, loaded = session.trainer.model, session.trainer.optimizer, session.run.loaded
-    models.check_defined(model)
+    weight_sources.check_defined(model)
     session.check_optimizer()
     if session.average is not None:
         ema.check_has_states(model, optimizer)
@@ -664,12 +678,12 @@ def _data(
 
     Ranks that receive their batches from other ranks also receive these values.
     """
-    order = position.order_of(loader)
+    order = batches.order_of(loader)
     if isinstance(saved, tuple):
         order = replace(
-            order, corpus=position.digest(getattr(loader, "dataset", None), position.covered(saved[0], saved[2]))
+            order, corpus=batches.digest(getattr(loader, "dataset", None), position.covered(saved[0], saved[2]))
         )
-    own = order, position.passes_of_epoch(loader, passes)
+    own = order, batches.passes_of_epoch(loader, passes)
     if not session.args.distributed_dataloader:
         return own
     reads = getattr(loader, "_need_data", True)
@@ -707,15 +721,15 @@ def _changes(session: Session, saved: position.SavedData, order: position.Sample
     streams = not order.indexed and skips
     arguments = loaded.progress.arguments, documents.own_arguments(args, session.trainer.optimizer)
     if skips:
-        position.check_same_samples(*arguments, str(loaded.directory))
+        run_changes.check_same_samples(*arguments, str(loaded.directory))
     found = [
         *loaded.changes,
-        *position.argument_changes(*arguments, streams),
-        *position.batch_changes(old_pace, pace),
-        *position.length_changes((old_order, old_pace), (order, pace)),
-        *position.file_changes(loaded.manifest, documents.tokenizer_files(session.trainer)),
+        *run_changes.argument_changes(*arguments, streams),
+        *run_changes.batch_changes(old_pace, pace),
+        *run_changes.length_changes((old_order, old_pace), (order, pace)),
+        *run_changes.file_changes(loaded.manifest, documents.tokenizer_files(session.trainer)),
     ]
-    return position.changes_text(session.trainer.state.global_step, found, streams)
+    return run_changes.changes_text(session.trainer.state.global_step, found, streams)
 
 
 def _load_best(session: Session, directory: Path) -> None:
@@ -727,7 +741,7 @@ def _load_best(session: Session, directory: Path) -> None:
     terms = LoadTerms(may_change=args.flex_allow_config_changes, may_cast=args.flex_allow_casts)
     load = prepare_load(checkpoint, roles, describe_model(model), channel, read_options(args), terms)
     shown = shown_in_training(f"loading {directory.name}", args.should_log)
-    with models.mark_undefined_until_loaded(model, directory), shown:
+    with weight_sources.mark_undefined_until_loaded(model, directory), shown:
         load.fill()
     if args.should_log:
         logger.info(f"The model now has the weights of its best checkpoint, {directory}.")
@@ -739,7 +753,7 @@ def _restore_generators(session: Session) -> None:
     if loaded is None:
         return
     path, generators = loaded.directory / documents.rng_name(dist.get_rank()), loaded.generators
-    restored = generators is not None and documents.restore_generators(
+    restored = generators is not None and rng.restore_generators(
         generators, str(path), args.world_size, args.use_hybrid_parallel, args.tensor_model_parallel_size > 1
     )
     if not restored:

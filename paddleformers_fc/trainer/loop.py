@@ -1,4 +1,4 @@
-"""``save``, ``load`` and ``stream`` for a training loop without PaddleFormers' Trainer.
+"""``save`` and ``load`` for a training loop without PaddleFormers' Trainer.
 
 The model is any layer with ``sharded_state_dict``. Its tensors are mapped by a family (of its configuration or an
 argument), by rules of the caller, or else by name. Every rank of the job must call, and all ranks raise the same error.
@@ -6,26 +6,18 @@ The parallel degrees are those of Paddle's fleet.
 
 A *source* returns live tensors by role and name, as :class:`.layout.live.LocalTensor`. There are two: a model with its
 optimizer (``sharded_state_dict``), and a state dict of tensors with a mesh and placements.
-
-``stream`` iterates over the weights of a live model, for inference engines and exports. It describes the model as
-``save`` does, and :mod:`paddleformers_fc.execute.stream` sends the tensors. Adapters are merged by default: the small
-adapters are sent first, and receivers then add each change to its tensor of the base. :func:`push` passes a stream to
-the function of ``flex_stream``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import msgspec
-import paddle
 from msgspec import structs
 from paddle import DataParallel
 from paddle.distributed import fleet
@@ -35,49 +27,31 @@ from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import
 from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
 
 from paddleformers_fc.api_arguments import (
-    COUNT,
     COUNT_OR_ZERO,
     DEGREES,
     DIRECTORY,
     FLAG,
-    NAMES,
     THREADS,
     Kind,
     instance_of,
-    one_of,
     require,
     require_or_none,
 )
 from paddleformers_fc.distributed.channel import (
-    Channel,
     all_gather_checked,
     gather_and_keep,
-    group_by_value,
     run_on_all,
 )
 from paddleformers_fc.distributed.communicator import job_communicator
 from paddleformers_fc.distributed.consistency import ConsistencyCheck, comparable_config
 from paddleformers_fc.distributed.store_client import hosts_of_ranks
 from paddleformers_fc.errors import MismatchError, OptionError
-from paddleformers_fc.execute.export import check_dtype
 from paddleformers_fc.execute.load import LoadReport, LoadTerms, aoa_tensors, prepare_load, prepare_weights
-from paddleformers_fc.execute.merging import Merge, deltas_of
 from paddleformers_fc.execute.opening import Sent, open_sent, read_metadata
 from paddleformers_fc.execute.phases import PhaseTimer
-from paddleformers_fc.execute.save import JobRecord, LivePart, SaveReport, check_ties, config_bytes, save_checkpoint
-from paddleformers_fc.execute.stream import (
-    DEFAULT_BYTES,
-    Stream,
-    StreamPlan,
-    StreamRequest,
-    Tensors,
-    consume,
-    known_plans,
-    part_of,
-    plan_stream,
-)
+from paddleformers_fc.execute.save import JobRecord, SaveReport, check_ties, config_bytes, save_checkpoint
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, family_for, is_known, register
-from paddleformers_fc.families.description import IS_FLEET, is_adapter
+from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.stated import bind_model, check_cut_alike, model_ties, rules_by_name, without_family
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
 from paddleformers_fc.layout.live import Roles, describe_roles
@@ -90,10 +64,19 @@ from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.files import check_not_file
 from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_named, require_local
-from paddleformers_fc.trainer import description, live_roles, models, optimizers
-from paddleformers_fc.trainer.description import OWN_RULES, base_model, describe_model
-from paddleformers_fc.trainer.library import has_adapters, is_a, unwrap_model
-from paddleformers_fc.trainer.live_roles import LayoutSource, StateDict
+from paddleformers_fc.trainer import (
+    adapter_checks,
+    description,
+    live_roles,
+    optimizers,
+    own_statements,
+    restore,
+    weight_sources,
+)
+from paddleformers_fc.trainer.description import OWN_RULES, describe_model
+from paddleformers_fc.trainer.dist_tensors import StateDict
+from paddleformers_fc.trainer.library import is_a, unwrap_model
+from paddleformers_fc.trainer.live_roles import LayoutSource
 
 
 def fleet_degrees(world_size: int) -> dict[str, int]:
@@ -279,20 +262,20 @@ def save(
 
     target = run_on_all(channel, "checking the arguments of a save", check)
     if family is config is mapping is None:
-        models.adopt_statements(model, channel)
-    models.check_adapters(model, channel)
+        own_statements.adopt_statements(model, channel)
+    adapter_checks.check_adapters(model, channel)
     live_roles.wait_for_weights()
-    models.identify_base(model, channel)
+    weight_sources.identify_base(model, channel)
 
     def prepare() -> tuple[RankTensors, _SaveInput]:
         source, described = described_source(model, optimizer, family, config, mapping)
-        models.check_defined(source.model)
+        weight_sources.check_defined(source.model)
         roles = source.roles()
         if not isinstance(source, StateDict):  # A state dict may contain copies of tied tensors.
             check_ties(roles[MODEL_STATE], described)
         files = {CONFIG_NAME: _config_text(source.model, described, config)} if channel.rank == 0 else {}
         job = JobRecord(step, consumed_samples, _degrees(parallel, source, channel.world_size))
-        return _rank_tensors(described, roles), _SaveInput(described, roles, files, job)
+        return rank_tensors_by_name(described, roles), _SaveInput(described, roles, files, job)
 
     everyone, prepared = gather_and_keep(channel, "preparing a checkpoint", prepare, RankTensors)
     description = prepared.description
@@ -347,7 +330,7 @@ def load(
     named, model = _path_first(directory, model)
     live_roles.wait_for_weights()
     if family is config is mapping is None:
-        models.adopt_statements(model, channel)
+        own_statements.adopt_statements(model, channel)
 
     def begin() -> tuple[_LoadRequest, tuple[AnyPath, LayoutSource, ModelDescription]]:
         require(DIRECTORY, directory=named)
@@ -373,8 +356,8 @@ def load(
     fallback = described.config if is_known(described.config) else {}
     opened = open_sent(path, channel, sent, verify, lambda: fallback, consistency).checkpoint
     timer.end("open")
-    models.check_adapters(model, channel)
-    models.identify_base(model, channel)
+    adapter_checks.check_adapters(model, channel)
+    weight_sources.identify_base(model, channel)
     if isinstance(source, StateDict):
         source, described = _with_stored_family(source, described, opened)
         if aoa_config or is_by_name(described):
@@ -385,7 +368,7 @@ def load(
     options = ReadOptions(threads=threads, replicas="auto", hosts=hosts_of_ranks())
     if opened.format.canonical and isinstance(source, StateDict):
         weights = run_on_all(channel, "describing the model", partial(_weights_only, source, path))
-        with models.mark_undefined_until_loaded(source.model, path):
+        with weight_sources.mark_undefined_until_loaded(source.model, path):
             return prepare_weights(path, weights, described, channel, options, verify, timer).fill()
     # The same on all ranks, because open_sent has compared their descriptions.
     checkpoint, described = _aligned(opened, with_rules(described, tensors), is_by_name(described), aoa_config)
@@ -394,12 +377,12 @@ def load(
     targets = ROLES if source.has_states else (MODEL_STATE,)
 
     def roles() -> Roles:
-        return live_roles.to_fill(source, checkpoint, described, terms, targets)[0]
+        return restore.to_fill(source, checkpoint, described, terms, targets)[0]
 
     load = prepare_load(checkpoint, roles, described, channel, options, terms, timer)
     if optimizer is not None and optimizers.has_states(optimizer) and not load.wanted & {*_STATES}:
         raise _missing_states(path, optimizer)
-    with models.mark_undefined_until_loaded(source.model, path):
+    with weight_sources.mark_undefined_until_loaded(source.model, path):
         return load.fill()
 
 
@@ -524,7 +507,8 @@ def is_by_name(model: ModelDescription) -> bool:
     return model.rules is not None and not model.rules.targets
 
 
-def _rank_tensors(model: ModelDescription, roles: Roles) -> RankTensors:
+def rank_tensors_by_name(model: ModelDescription, roles: Roles) -> RankTensors:
+    """Return the weights of this rank if the model is mapped by name; else nothing, because no rank needs them."""
     return rank_tensors(roles) if is_by_name(model) else RankTensors()
 
 
@@ -569,262 +553,3 @@ def _assigned_names(aoa_config: Mapping[str, object], stored: RuleSet, model: Ru
         for rules in (stored, model)
     )
     return assigned_names(read_config(aoa_config), *sides)
-
-
-HOST, MODEL = "host", "model"
-_RECEIVERS = Kind(
-    '"all", "first" or a list of ranks',
-    lambda value: (
-        value in ("all", "first")
-        if isinstance(value, str)
-        else isinstance(value, Collection) and len(value) > 0 and all(type(one) is int and one >= 0 for one in value)
-    ),
-)
-
-
-def stream(
-    model: Any,
-    *,
-    names: Sequence[str] | None = None,
-    dtype: str | None = None,
-    to: str | Sequence[int] = "all",
-    max_bytes: int = DEFAULT_BYTES,
-    device: str = HOST,
-    adapters: bool = False,
-    family: str | Family | None = None,
-    config: Config | None = None,
-    mapping: RuleSet | None = None,
-) -> Tensors:
-    """Yield the complete tensors of a live model in the names, layout and order of an export. Every rank must iterate.
-
-    The tensors are copies, which the caller may keep. Do not train the model until the stream has ended. A rank that
-    receives nothing must iterate too: it sends its parts, and its iterator yields nothing.
-
-    Args:
-        model: a layer with ``sharded_state_dict``, or its parallel wrapper; or a state dict of semi-automatic
-            parallelism.
-        names: canonical names of the tensors; None for all.
-        dtype: ``float32`` or ``bfloat16``, to which tensors of the model's dtype are cast; None for no cast.
-        to: the ranks that receive the tensors: ``all``, ``first``, or their numbers.
-        max_bytes: bound on the bytes in flight on a rank; a single tensor may exceed it.
-        device: ``host``, or ``model`` for the device of the model.
-        adapters: True to stream only the adapters of a model, under PEFT's names; otherwise they are merged into the
-            weights.
-        family: as for :func:`save`.
-        config: as for :func:`save`.
-        mapping: as for :func:`save`.
-    Yields:
-        canonical name and ``paddle.Tensor``. ``torch.from_dlpack(tensor)`` shares its memory, and so does
-        ``tensor.numpy()`` of a dtype that numpy has.
-    Raises:
-        FlexError: the same on every rank, at the call or while tensors are read.
-
-    Example:
-        >>> for name, tensor in paddleformers_fc.stream(model, to="first"):
-        ...     engine.update(name, torch.from_dlpack(tensor))
-    """
-    channel = job_communicator()
-    if family is config is mapping is None:
-        models.adopt_statements(model, channel)
-    models.check_adapters(model, channel)
-    live_roles.wait_for_weights()
-
-    def prepare() -> _Prepared:
-        require_or_none(NAMES, names=names)
-        require(_RECEIVERS, to=to)
-        require(COUNT, max_bytes=max_bytes)
-        require(one_of((HOST, MODEL)), device=device)
-        require(FLAG, adapters=adapters)
-        check_dtype(dtype or "")
-        selected = None if names is None else tuple(names)
-        request = StreamRequest(
-            _receivers(to, channel.world_size), channel.world_size, selected, dtype or "", int(max_bytes)
-        )
-        source, described = described_source(model, None, family, config, mapping)
-        models.check_defined(source.model)
-        _check_adapters(described, request, adapters)
-        if mapping is not None or is_by_name(described):
-            described = structs.replace(described, config=without_family(described.config))
-        return _Prepared(described, source.weights(), request)
-
-    if has_adapters(unwrap_model(model)) and not adapters:
-        return _merged(unwrap_model(model), prepare, channel, device)
-    planned = _planned(prepare, channel)
-    return replace(planned, place=_place(planned.part.tensors, device)).tensors()
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """This rank's part of a stream.
-
-    Args:
-        model: the description of the model.
-        weights: role -> name -> live weight.
-        request: what to stream.
-    """
-
-    model: ModelDescription
-    weights: Roles
-    request: StreamRequest
-
-
-class _Introduction(msgspec.Struct):
-    """What a rank sends to the others before a stream is planned.
-
-    Args:
-        request: the request as text, for comparison.
-        tensors: its tensors, if the model is mapped by name.
-        plans: the names of its cached plans.
-    """
-
-    request: str
-    tensors: RankTensors
-    plans: list[bytes]
-
-
-def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> Stream:
-    """Plan a stream, with one exchange if all ranks have cached the plan. Every rank must call.
-
-    Args:
-        prepare: returns this rank's part; its errors are raised on all ranks.
-        channel: all ranks of the job.
-    """
-
-    def introduce() -> tuple[_Introduction, tuple[_Prepared, LivePart, dict[bytes, StreamPlan]]]:
-        own = prepare()
-        part = part_of(own.weights, own.model)
-        plans = known_plans(part, own.request, channel.rank)
-        tensors = _rank_tensors(own.model, own.weights)
-        return _Introduction(repr(own.request), tensors, list(plans)), (own, part, plans)
-
-    everyone, (own, part, plans) = gather_and_keep(channel, "beginning a stream", introduce, _Introduction)
-    requests = [one.request for one in everyone]
-    if len(set(requests)) > 1:
-        raise MismatchError(
-            "The ranks ask for different streams.",
-            where="stream",
-            evidence=[group_by_value(requests)],
-            next_step="Call stream with the same arguments on every rank.",
-        )
-    part = structs.replace(part, model=with_rules(own.model, [one.tensors for one in everyone]))
-    plan = plan_stream(part, own.request, plans, [one.plans for one in everyone], channel)
-    return Stream(plan, part, own.request, channel)
-
-
-def _merged(model: Any, prepare: Callable[[], _Prepared], channel: Channel, device: str) -> Tensors:
-    """Yield the tensors of a model with its adapters merged. Every rank must call."""
-    models.identify_base(model, channel)
-
-    def prepare_adapters() -> _Prepared:
-        own = prepare()
-        return replace(own, request=replace(own.request, names=None, is_exported=False))
-
-    def prepare_base() -> _Prepared:
-        named = {name: one for name, one in live_roles.sharded_weights(model).items() if not is_adapter(name)}
-        return replace(prepare(), model=describe_model(base_model(model)), weights={MODEL_STATE: optimizers.cut(named)})
-
-    adapters = _planned(prepare_adapters, channel)
-    tensors = dict(replace(adapters, as_arrays=True).tensors())
-    settings = adapters.part.model.adapters
-    merge = Merge(deltas_of(tensors, adapters.plan.shared, settings), {}) if tensors and settings is not None else None
-    base = _planned(prepare_base, channel)
-    yield from replace(base, place=_place(base.part.tensors, device), merge=merge).tensors()
-
-
-Receive = Callable[[int, Tensors], object]
-"""Receives a step and the weights after it."""
-
-
-def receiver_of(args: Any, channel: Channel) -> Receive | None:
-    """Return the function of ``flex_stream`` on the first rank; None without it. Every rank must call.
-
-    Args:
-        args: training arguments.
-        channel: all ranks of the job.
-    Raises:
-        OptionError: the same on every rank: the function cannot be imported or called.
-    """
-    if not args.flex_stream:
-        return None
-    find = partial(_import_receiver, args.flex_stream["to"], channel.rank)
-    return run_on_all(channel, "looking for the function of flex_stream", find)
-
-
-def _import_receiver(named: str, rank: int) -> Receive | None:
-    """Import a function, or instantiate a class, by its dotted name on the first rank; return None on other ranks."""
-    if rank != 0:
-        return None
-    module, _, name = named.rpartition(".")
-    try:
-        found = getattr(import_module(module), name)
-        receive: Receive = found() if isinstance(found, type) else found
-        if not callable(receive):
-            raise TypeError(f"it is a {type(receive).__name__}")
-    except Exception as error:  # The user's module may raise anything.
-        raise OptionError(
-            f"flex_stream cannot pass weights to {named}.",
-            where="flex_stream",
-            evidence=[f"{type(error).__name__}: {error}"],
-            next_step="Name a function, or a class whose instances can be called, of a module on PYTHONPATH.",
-        ) from error
-    return receive
-
-
-def push(trainer: Any, receive: Receive | None, channel: Channel) -> None:
-    """Pass the weights to the function of ``flex_stream`` if that is due after this step. Every rank must call.
-
-    Args:
-        trainer: the Trainer.
-        receive: the function, on the first rank.
-        channel: all ranks of the job.
-    Raises:
-        FlexError: the same on every rank: the stream or the function has failed.
-    """
-    step, steps = trainer.state.global_step, trainer.args.flex_stream.get("steps")
-    if steps and step % steps == 0:
-        live_roles.wait_for_weights(trainer.args)
-        work = partial(_receive, receive, step)
-        consume(stream(trainer.model, to="first"), channel, "pushing weights", work, type(None))
-
-
-def _receive(receive: Receive | None, step: int, tensors: Tensors) -> None:
-    if receive is not None:
-        receive(step, tensors)
-
-
-def _receivers(to: str | Sequence[int], world_size: int) -> tuple[int, ...]:
-    if isinstance(to, str):
-        return tuple(range(world_size)) if to == "all" else (0,)
-    ranks = tuple(sorted(set(to)))
-    if ranks[-1] >= world_size:
-        raise OptionError(
-            f"The job has no rank {ranks[-1]}.",
-            where="to",
-            evidence=[f"its ranks are 0 to {world_size - 1}"],
-            next_step="Give ranks of the job.",
-        )
-    return ranks
-
-
-def _check_adapters(described: ModelDescription, request: StreamRequest, adapters: bool) -> None:
-    """Check that a request fits the adapters of a model.
-
-    Raises:
-        OptionError: the model has no adapters, or has adapters and a dtype is requested.
-    """
-    if adapters and described.adapters is None:
-        raise OptionError("The model has no adapters.", where="adapters", next_step="Omit adapters=True.")
-    if request.dtype and described.adapters is not None:
-        raise OptionError(
-            "dtype= is not supported for a model with adapters.",
-            where="dtype",
-            next_step="Omit dtype=, and cast the received tensors.",
-        )
-
-
-def _place(weights: Roles, device: str) -> Any:
-    """Return the Paddle place of a stream's tensors; None for host memory."""
-    first = next((one.local_tensor for one in weights.get(MODEL_STATE, {}).values()), None)
-    if device == HOST or first is None or paddle.device.get_device() == "cpu":
-        return None
-    return first.place

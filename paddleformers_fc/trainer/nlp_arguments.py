@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paddleformers_fc.trainer.conflicts import NLP_CONFLICTS, check_conflicts
 from paddleformers_fc.trainer.entry import ActiveFields
 from paddleformers_fc.trainer.library import TrainingArguments
-from paddleformers_fc.trainer.options import NLP_CONFLICTS, check_conflicts
 
 
 class FormersNames:

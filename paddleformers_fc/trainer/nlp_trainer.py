@@ -19,10 +19,11 @@ from paddleformers_fc.families.stated import bind_model
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.trainer import live_roles, loading, startup
+from paddleformers_fc.trainer.conflicts import contradiction
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library import LoRAModel, PretrainedModel
 from paddleformers_fc.trainer.nlp_models import resumable
-from paddleformers_fc.trainer.options import contradiction, is_active
+from paddleformers_fc.trainer.options import is_active
 from paddleformers_fc.trainer.session import Native, channel_of
 
 

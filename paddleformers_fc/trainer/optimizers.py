@@ -44,7 +44,7 @@ from paddleformers_fc.layout.roles import (
     qualified_name,
 )
 from paddleformers_fc.text import count_text
-from paddleformers_fc.trainer.options import contradiction
+from paddleformers_fc.trainer.conflicts import contradiction
 
 _SLICE_PREFIX = "slice@"
 """Stage 3 names the slice of a parameter with this prefix."""
@@ -58,7 +58,7 @@ class BufferRange(msgspec.Struct, frozen=True):
     """This rank's range of a parameter in a flat tensor: a buffer, a slice, or a state of one.
 
     Args:
-        name: static name of the parameter.
+        name: the parameter: its static name, or its name in the model.
         begin: index of the first element of the range, in the parameter.
         end: index after the last element of the range, in the parameter.
         start: index of the first element of the range, in the flat tensor.
@@ -584,7 +584,7 @@ def _check_no_custom_states(optimizer: Any) -> None:
 
 def _check_no_tensors_in_containers(optimizer: Any) -> None:
     """Check that a subclass keeps no states in its containers: tensors shaped like a parameter or keyed by its name."""
-    parameters = list(_parameters(optimizer))
+    parameters = list(_parameter_list(optimizer))
     known = {id(parameter) for parameter in parameters}
     accumulators = getattr(optimizer, "_accumulators", {}).values()
     known |= {id(tensor) for tensors in accumulators for tensor in tensors.values()}
@@ -605,12 +605,6 @@ def _check_no_tensors_in_containers(optimizer: Any) -> None:
             evidence=found[:_MOST_NAMED],
             next_step="Create them with _add_accumulator, and declare them with paddleformers_fc.register_optimizer.",
         )
-
-
-def _parameters(optimizer: Any) -> Iterator[Any]:
-    for name in ("_param_groups", "_parameter_list"):
-        for group in getattr(optimizer, name, None) or ():
-            yield from group["params"] if isinstance(group, dict) else [group]
 
 
 def _tensors_in(value: Any, key: object = None, depth: int = 3) -> Iterator[tuple[object, Any]]:

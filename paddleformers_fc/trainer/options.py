@@ -1,8 +1,8 @@
-"""The options of a run: defaults, ranges, and conflicts with PaddleFormers' own options.
+"""The options of a run: defaults, ranges, and when they are checked.
 
-PaddleFormers' options for other ways to save or resume would have no effect under ``flex_checkpoint: true``. So the
-options are checked once, when the training arguments are constructed and before a process group exists. One error lists
-every conflict with both keys. The fields are a plain dataclass, which :mod:`.entry` mixes into PaddleFormers' classes.
+The options, and conflicts with PaddleFormers' options (:mod:`.conflicts`), are checked once, when the training
+arguments are constructed and before a process group exists. The fields are a plain dataclass, which :mod:`.entry` mixes
+into PaddleFormers' classes.
 
 The module also stores which package reads open weights, because ``from_pretrained`` runs before a Trainer exists. The
 training arguments that were created last decide: this package if their ``flex_checkpoint`` is true, else PaddleFormers.
@@ -23,34 +23,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from paddleformers_fc.api_arguments import MOST_THREADS
+from paddleformers_fc.api_arguments import MOST_THREADS, Kind
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.formats.checkpoint import TIED_WAYS
-from paddleformers_fc.layout.roles import OPTIMIZERS
 from paddleformers_fc.storage.manifest import LEVELS
 from paddleformers_fc.storage.paths import RemotePath, expand_user, mask_credentials, parse_store, require_local
 from paddleformers_fc.text import likely_meant
-
-REPLICA_WAYS = ("off", "warn", "refuse")
-"""Values of ``flex_check_replicas``."""
-
-READ_WAYS = ("auto", "each", "once")
-"""Values of ``flex_read``."""
-
-UNKNOWN_WAYS = ("refuse", "warn")
-"""Values of ``flex_unknown_versions``."""
+from paddleformers_fc.trainer.conflicts import (
+    CONFLICTS,
+    DEVELOPMENT,
+    SEMI_AUTO_CONFLICTS,
+    STAGE_CONFLICTS,
+    WITHOUT_EFFECT,
+    check_conflicts,
+    spelled,
+)
 
 OFF = "off"
 SAVE_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
 """Values of ``flex_save_on_signal``, besides ``off``."""
 
 _DUMP_SIGNAL = "SIGUSR1"
-
-_MAY_BE_OFF = {
-    "flex_verify": LEVELS,
-    "flex_check_replicas": REPLICA_WAYS,
-    "flex_save_on_signal": (OFF, *SAVE_SIGNALS),
-}
+_MAY_BE_OFF = ("flex_verify", "flex_check_replicas", "flex_save_on_signal")
 """Keys that accept ``off``, which YAML reads as false if it has no quotes."""
 
 NO_PLACE = "none"
@@ -62,20 +56,6 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _SMALLEST_SIZE = 10**6
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 _MOST_STEPS = 10**9
-_COUNTS = {
-    "flex_threads": range(1, MOST_THREADS + 1),
-    "flex_timeout": range(1, _LONGEST_TIMEOUT + 1),
-    "flex_keep_every": range(_MOST_STEPS + 1),
-    "flex_local_steps": range(_MOST_STEPS + 1),
-    "flex_ema_interval": range(1, _MOST_STEPS + 1),
-    "zcc_ema_interval": range(1, _MOST_STEPS + 1),
-}
-"""Integer keys and their ranges."""
-
-
-def spelled(value: Any) -> str:
-    """Return a value in YAML's spelling."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _described(help: str, default: Any) -> dict[str, str]:
@@ -219,8 +199,44 @@ FIELD_NAMES = tuple(one.name for one in fields(FlexFields))
 
 _DEFAULTS = {one.name: one.default for one in fields(FlexFields)}
 
-_SWITCHES = tuple(name for name, default in _DEFAULTS.items() if isinstance(default, bool))
-"""Keys whose values are true or false."""
+
+def _one_of(*ways: str) -> Kind:
+    return Kind(f"one of {', '.join(ways)}", lambda value: value in ways or (value is False and OFF in ways))
+
+
+def _whole(first: int, last: int) -> Kind:
+    return Kind(f"a whole number from {first} to {last}", lambda value: type(value) is int and first <= value <= last)
+
+
+_DECAY = Kind(
+    "a number of at least 0 and below 1",
+    lambda value: isinstance(value, float | int) and not isinstance(value, bool) and 0 <= value < 1,
+)
+_KINDS = {
+    **dict.fromkeys(
+        (name for name, default in _DEFAULTS.items() if isinstance(default, bool)),
+        Kind("true or false", lambda value: isinstance(value, bool)),
+    ),
+    "flex_verify": _one_of(*LEVELS),
+    "flex_check_replicas": _one_of(OFF, "warn", "refuse"),
+    "flex_save_on_signal": _one_of(OFF, *SAVE_SIGNALS),
+    "flex_read": _one_of("auto", "each", "once"),
+    "flex_tied": _one_of(*TIED_WAYS),
+    "flex_unknown_versions": _one_of("refuse", "warn"),
+    "flex_threads": _whole(1, MOST_THREADS),
+    "flex_timeout": _whole(1, _LONGEST_TIMEOUT),
+    "flex_keep_every": _whole(0, _MOST_STEPS),
+    "flex_local_steps": _whole(0, _MOST_STEPS),
+    "flex_ema_interval": _whole(1, _MOST_STEPS),
+    "zcc_ema_interval": _whole(1, _MOST_STEPS),
+    "flex_ema_decay": _DECAY,
+    "zcc_save_ema_coef": _DECAY,
+    "flex_allow_config_changes": Kind(
+        "a list of keys such as [rope_theta]",
+        lambda value: isinstance(value, list) and all(isinstance(key, str) and key for key in value),
+    ),
+}
+"""The valid values of keys, also of PaddleFormers' keys that are moved to ours."""
 
 _EMA_ALIASES = {"zcc_save_ema_coef": "flex_ema_decay", "zcc_ema_interval": "flex_ema_interval"}
 """PaddleFormers' keys of a moving average, and this package's keys with the same meaning."""
@@ -279,31 +295,6 @@ def check_options(options: Any) -> None:
     _check_saves(options)
 
 
-def check_conflicts(options: Any, table: Iterable[Conflict]) -> None:
-    """Check that no options contradict ``flex_checkpoint: true``.
-
-    Args:
-        options: as for :func:`check_options`.
-        table: the conflicts.
-
-    Raises:
-        OptionError: with every conflict.
-    """
-    conflicts = [conflict.line(options) for conflict in table if conflict.holds(options)]
-    if conflicts:
-        raise contradiction(conflicts)
-
-
-def contradiction(conflicts: Sequence[str], next_step: str = "Remove one of the two keys.") -> OptionError:
-    """Return the error about options that contradict ``flex_checkpoint: true``."""
-    return OptionError(
-        "flex_checkpoint: true contradicts another option.",
-        where="training arguments",
-        evidence=conflicts,
-        next_step=next_step,
-    )
-
-
 def _check_one_average(options: Any) -> None:
     """Check that PaddleFormers' keys of a moving average agree with ours.
 
@@ -350,7 +341,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """
     if not settings.get("flex_checkpoint"):
         return
-    check_conflicts(SimpleNamespace(**settings), (*_STAGE_CONFLICTS, *DEVELOPMENT))
+    check_conflicts(SimpleNamespace(**settings), (*STAGE_CONFLICTS, *DEVELOPMENT))
     pairs = [(theirs, settings.get(theirs), ours, settings.get(ours)) for theirs, ours in _ALIASES.items()]
     _check_one_value(pair for pair in pairs if None not in pair and pair[1] != pair[3])
 
@@ -455,33 +446,13 @@ def save_signal(options: Any) -> str | None:
 
 def _range_faults(options: Any) -> list[str]:
     faults = []
-    for name in _SWITCHES:
-        if not isinstance(getattr(options, name), bool):
-            faults.append(f"{name}: {getattr(options, name)!r} is neither true nor false")
-    for name, ways in _MAY_BE_OFF.items():
-        value = getattr(options, name)
-        if value is not False and value not in ways:
+    for name, kind in _KINDS.items():
+        value = getattr(options, name, None)
+        is_set = name in FIELD_NAMES or (value is not None and options.flex_checkpoint)
+        if is_set and not kind.accepts(value):
             reserved = ": ranks write their stacks on it" if value == _DUMP_SIGNAL else ""
-            faults.append(f"{name}: {value!r} is none of {', '.join(ways)}{reserved}")
-    for name, known in {"flex_read": READ_WAYS, "flex_tied": TIED_WAYS, "flex_unknown_versions": UNKNOWN_WAYS}.items():
-        if getattr(options, name) not in known:
-            faults.append(f"{name}: {getattr(options, name)!r} is none of {', '.join(known)}")
-    for name, allowed in _COUNTS.items():
-        value = getattr(options, name, None)
-        if name not in FIELD_NAMES and (value is None or not options.flex_checkpoint):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
-            faults.append(f"{name}: {value!r} is not a whole number from {allowed[0]} to {allowed[-1]}")
-    for name in ("flex_ema_decay", "zcc_save_ema_coef"):
-        value = getattr(options, name, None)
-        if name not in FIELD_NAMES and (value is None or not options.flex_checkpoint):
-            continue
-        if isinstance(value, bool) or not isinstance(value, float | int) or not 0 <= value < 1:
-            faults.append(f"{name}: {value!r} is not a number of at least 0 and below 1")
+            faults.append(f"{name}: {value!r} is not {kind.expected}{reserved}")
     faults.extend(f"flex_max_shard_size: {fault}" for fault in _size_faults(options.flex_max_shard_size))
-    keys = options.flex_allow_config_changes
-    if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
-        faults.append(f"flex_allow_config_changes: {keys!r} is not a list of keys such as [rope_theta]")
     faults.extend(_stream_faults(options.flex_stream))
     faults.extend(_upload_faults(options.flex_upload))
     faults.extend(_local_faults(options))
@@ -547,7 +518,7 @@ def _local_faults(options: Any) -> list[str]:
         return [f"flex_local_dir: {directory!r} is not a directory such as /dev/shm/run"]
     if directory != NO_PLACE and steps == 0:
         return [f"flex_local_dir: {directory} needs flex_local_steps of at least 1, the steps between two saves there"]
-    if directory == NO_PLACE and steps in _COUNTS["flex_local_steps"][1:]:
+    if directory == NO_PLACE and type(steps) is int and steps > 0:
         return [f"flex_local_steps: {steps!r} needs flex_local_dir, the directory of these saves"]
     return []
 
@@ -589,173 +560,6 @@ def _size_faults(text: Any) -> list[str]:
 def _missing_unit(text: Any) -> str:
     """Return a remark if a size is a number without a unit."""
     return ": it has no unit" if re.fullmatch(r"\s*[0-9.]+\s*", str(text)) else ""
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """An option of PaddleFormers that conflicts with ``flex_checkpoint: true``.
-
-    One of the last four arguments selects the conflicting values; without them, every true value conflicts.
-
-    Args:
-        key: its name.
-        because: the reason, as the end of a sentence that begins with both keys.
-        values: conflicting values.
-        unless: the only values that do not conflict.
-        words: values whose text contains one of these conflict.
-        above: larger numbers conflict.
-    """
-
-    key: str
-    because: str
-    values: tuple[Any, ...] = ()
-    unless: tuple[Any, ...] = ()
-    words: tuple[str, ...] = ()
-    above: float | None = None
-
-    def holds(self, options: Any) -> bool:
-        """Return whether the option has a conflicting value; False if the argument class does not have the option."""
-        if not hasattr(options, self.key):
-            return False
-        found = getattr(options, self.key)
-        value, text = getattr(found, "value", found), str(found).lower()
-        if self.values or self.unless:
-            return value in self.values if self.values else value not in self.unless
-        if self.words:
-            return any(word in text for word in self.words)
-        if self.above is None:
-            return bool(value)
-        try:
-            return float(value) > self.above
-        except (TypeError, ValueError):
-            return False  # PaddleFormers rejects it.
-
-    def line(self, options: Any) -> str:
-        """Return one line with both keys and the reason."""
-        return f"flex_checkpoint: true and {self.key}: {spelled(getattr(options, self.key))}: {self.because}"
-
-
-_OTHER_FORMAT = "the second selects another checkpoint format"
-_NOT_YET = "not supported yet"
-_SAVES_ITSELF = "both would save the same state, each in its own way"
-
-DEVELOPMENT = (
-    Conflict("sharding", f"fully sharded parameters are {_NOT_YET}; stage3 shards them too", words=("fsdp",)),
-    Conflict("flex_ckpt_load_num_workers", "flex_threads threads of every process read a checkpoint", above=1),
-    Conflict(
-        "sharding_machine_balanced_2d_partition",
-        f"parameters of Muon that are divided over machines in two dimensions are {_NOT_YET}",
-    ),
-    Conflict(
-        "use_reshard_bucketed_broadcast",
-        "a checkpoint is resharded while it is read, without broadcasts",
-    ),
-)
-"""Unsupported keys of PaddleFormers' development branch."""
-
-_STAGE_CONFLICTS = (
-    Conflict(
-        "stage",
-        "that stage has its own loading and saving; use stage: PT with a model of PaddleFormers",
-        values=("ernie_pretrain",),
-    ),
-)
-"""Stages of PaddleFormers' command line that parse their arguments a second time, into a class without our options."""
-
-REFERENCE_UPDATES = Conflict(
-    "ref_model_update_steps", "the reference model is the base, and its updates are not saved", above=0
-)
-
-CONFLICTS = (
-    *DEVELOPMENT,
-    REFERENCE_UPDATES,
-    Conflict("zcc_ema_loss_threshold", "updates of the moving average are not skipped by the loss", unless=(None,)),
-    Conflict("save_checkpoint_format", _OTHER_FORMAT, unless=("flex_checkpoint",)),
-    Conflict("load_checkpoint_format", _OTHER_FORMAT, unless=("flex_checkpoint",)),
-    Conflict("unified_checkpoint", _OTHER_FORMAT),
-    Conflict("save_sharded_model", _OTHER_FORMAT),
-    Conflict("load_sharded_model", _OTHER_FORMAT),
-    Conflict("ckpt_quant_stage", "checkpoints are stored exactly, never quantized", unless=("O0",)),
-    Conflict("enable_zero_cost_checkpoint", _SAVES_ITSELF),
-    Conflict("flash_device_save_steps", f"{_SAVES_ITSELF}; flex_local_dir saves in the memory of nodes"),
-    Conflict("use_async_save", f"{_SAVES_ITSELF}; use flex_async_save"),
-    Conflict("auto_parallel_resume_form_hybrid_parallel", "a checkpoint of any layout is resumed without it"),
-    Conflict(
-        "load_from_hf",
-        "a checkpoint to resume is not a HuggingFace directory; to start from open weights, set model_name_or_path",
-    ),
-    Conflict(
-        "sep_parallel_size",
-        "segment parallelism is not supported: no model of PaddleFormers 1.2.0 attends from one segment to another",
-        above=1,
-    ),
-    Conflict(
-        "context_parallel_size",
-        "context parallelism is not supported: PaddleFormers 1.2.0 does not train it with Paddle 3.3.1",
-        above=1,
-    ),
-    Conflict(
-        "sharding",
-        "PaddleFormers 1.2.0 warns that it does not support offload; to offload the optimizer, set"
-        " tensorwise_offload_optimizer",
-        words=("offload",),
-    ),
-    *(Conflict("optim", one.unavailable, values=(one.option,)) for one in OPTIMIZERS if one.unavailable),
-    Conflict("optim", "checkpoints have no states of it", unless=tuple(one.option for one in OPTIMIZERS)),
-    Conflict("replicate_saved_into_local", "use flex_local_dir for checkpoints on the disks of single nodes"),
-    Conflict("pdc_download_ckpt", f"fetching a checkpoint before resuming is {_NOT_YET}"),
-)
-"""Options that conflict with ``flex_checkpoint: true``."""
-
-NLP_CONFLICTS = (
-    Conflict("sep_parallel_degree", f"segment parallelism is {_NOT_YET}", above=1),
-    Conflict("context_parallel_degree", f"context parallelism is {_NOT_YET}", above=1),
-    Conflict("expert_parallel_degree", f"experts of PaddleNLP are {_NOT_YET}", above=1),
-    Conflict("use_expert_parallel", f"experts of PaddleNLP are {_NOT_YET}"),
-    Conflict("sharding", f"stages 2 and 3 of PaddleNLP are {_NOT_YET}", words=("stage2", "stage3")),
-    Conflict(
-        "sharding_parallel_config", f"fused optimizer states are {_NOT_YET}", words=("enable_fuse_optimizer_states",)
-    ),
-    Conflict("pipeline_parallel_config", f"the DualPipeV schedule is {_NOT_YET}", words=("use_dualpipev",)),
-    Conflict("offload_optim", f"offloaded optimizer states are {_NOT_YET}"),
-    Conflict("force_reshard_pp", _OTHER_FORMAT),
-    Conflict("to_static", f"static graphs are {_NOT_YET}"),
-    Conflict("enable_auto_parallel", f"PaddleNLP's semi-automatic mode is {_NOT_YET}"),
-)
-"""Conflicting options of PaddleNLP, in addition to :data:`CONFLICTS`."""
-
-_IN_SEMI_AUTO = f"with enable_auto_parallel: true it is {_NOT_YET}"
-
-SEMI_AUTO_CONFLICTS = (
-    Conflict(
-        "tensor_model_parallel_size",
-        "with enable_auto_parallel: true Paddle 3.3.1 divides fused parameters by data parallelism alone",
-        above=1,
-    ),
-    Conflict("sharding", "with enable_auto_parallel: true fused parameters are sharded already", unless=("", [], None)),
-    Conflict("bf16", _IN_SEMI_AUTO),
-    Conflict("fp16", _IN_SEMI_AUTO),
-    *(Conflict(key, _IN_SEMI_AUTO) for key in ("flex_async_save", "use_flex_async_save")),
-    *(Conflict(key, _IN_SEMI_AUTO) for key in ("flex_ema_decay", "zcc_save_ema_coef", "flex_stream")),
-)
-"""Conflicting options in PaddleFormers' semi-automatic mode, in addition to :data:`CONFLICTS`."""
-
-_OURS = "every process reads what it needs by itself"
-
-WITHOUT_EFFECT = (
-    Conflict("save_on_each_node", "the second has no effect, disks of single nodes are detected"),
-    Conflict("flex_ckpt_comm_method", f"the second has no effect, {_OURS}", unless=(None,)),
-    Conflict("load_via_cpu", f"the second has no effect, {_OURS}", unless=(True,)),
-    Conflict("ordered_save_group_size", "the second has no effect, processes write different files"),
-    *(
-        Conflict(key, "the second has no effect, an export is always in HuggingFace format", unless=(True,))
-        for key in ("save_to_hf", "save_safetensors")
-    ),
-    Conflict("optim_shard_num", "the second has no effect, flex_max_shard_size bounds files", unless=(1,)),
-    Conflict("save_hf_memory_growth_threshold", "the second has no effect, exports stream", unless=(8,)),
-    Conflict("online_merge_ema", "the second has no effect, an export reads the checkpoint", unless=(True,)),
-)
-"""Options without effect, which a run logs once."""
 
 
 @dataclass

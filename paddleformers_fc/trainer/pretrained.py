@@ -39,10 +39,11 @@ from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_path
 from paddleformers_fc.text import count_text, fold
-from paddleformers_fc.trainer import documents, live_roles, models
+from paddleformers_fc.trainer import adapter_checks, documents, live_roles, own_statements, weight_sources
+from paddleformers_fc.trainer.conflicts import contradiction
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library import LoRAConfig, LoRAModel, PretrainedConfig, logger, unwrap_model
-from paddleformers_fc.trainer.options import FlexFields, contradiction, reader_options
+from paddleformers_fc.trainer.options import FlexFields, reader_options
 from paddleformers_fc.trainer.session import channel_of, read_options
 
 _IGNORED = (
@@ -128,7 +129,7 @@ def _from_pretrained(cls: Any, named: Any, options: FlexFields, keywords: dict[s
     dtype = given.pop("dtype", None)
     config, given = _configuration(cls, named, given, source)
     _check_type(cls, config, named)
-    models.check_mapped(cls, config.model_type)
+    own_statements.check_mapped(cls, config.model_type)
     _check_not_quantized(config)
     channel = channel_of(options)
     directory = run_on_all(channel, f"finding {named}", lambda: _directory(cls, str(named), config, source))
@@ -155,16 +156,16 @@ def _fill(
 ) -> LoadReport:
     if isinstance(unwrap_model(model), LoRAModel):
         return _fill_adapters(unwrap_model(model), source, channel, options, verify)
-    models.adopt_statements(model, channel)
+    own_statements.adopt_statements(model, channel)
     described = described or run_on_all(channel, _READING, lambda: _read_description(model, source))
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
-    with models.mark_undefined_until_loaded(model, source):
+    with weight_sources.mark_undefined_until_loaded(model, source):
         report = load.fill()
     documents.take_over(model, *described)
     kept = all_gather_checked(channel, "reporting what was loaded", lambda: list(report.fresh), list[str])
-    models.note_verified(model, completely=not report.fresh)
+    weight_sources.note_verified(model, completely=not report.fresh)
     if not any(kept):
-        models.remember(model, source, load.identities)
+        weight_sources.remember(model, source, load.identities)
     if channel.rank == 0:
         for name in fold(sorted({name for names in kept for name in names})):
             logger.warning(f"{name} is not in {source} and keeps its initial values.")
@@ -183,9 +184,9 @@ def _fill_adapters(
     model: LoRAModel, source: AnyPath, channel: Channel, options: ReadOptions, verify: str
 ) -> LoadReport:
     """Fill the adapters of a model. The base, its configuration and its mapping stay."""
-    models.check_adapters(model, channel)
+    adapter_checks.check_adapters(model, channel)
     load = prepare_weights(source, live_roles.model_roles(model), describe_model(model), channel, options, verify)
-    with models.mark_undefined_until_loaded(model, source):
+    with weight_sources.mark_undefined_until_loaded(model, source):
         return load.fill()
 
 
@@ -398,7 +399,9 @@ def replaced_from_pretrained(owner: Any) -> Any:
             return _from_pretrained(cls, pretrained_model_name_or_path, given, kwargs)
         model = original(cls, pretrained_model_name_or_path, *args, **kwargs)
         if isinstance(model, Layer):
-            models.note_unverified(model, f"{cls.__name__}.from_pretrained({str(pretrained_model_name_or_path)!r})")
+            weight_sources.note_unverified(
+                model, f"{cls.__name__}.from_pretrained({str(pretrained_model_name_or_path)!r})"
+            )
         return model
 
     return classmethod(from_pretrained)

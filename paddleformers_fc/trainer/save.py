@@ -1,27 +1,15 @@
-"""Save, rotate and export: the replaced methods of PaddleFormers' Trainer that write, and asynchronous saves.
+"""Save, rotate and export: the methods of PaddleFormers' Trainer that write, as this package replaces them.
 
-:func:`prepare` and :func:`report_save` run on the training thread: the first at the step to save, the second at once or
-some steps later. Work that can fail on a single rank runs inside a collective that raises its error on all ranks.
+:func:`prepare` and :func:`report_save` run on the training thread: the first at the step to save, the second at once
+or, after an asynchronous save (:mod:`.async_save`), some steps later. Work that can fail on a single rank runs inside a
+collective that raises its error on all ranks.
 
-Under ``flex_async_save`` saves are planned, and a buffer for this rank's shards is allocated, before the first step. At
-a save, the training thread compares plans with the other ranks, captures the Trainer's state and begins the copy into
-the buffer. A save thread finishes the copy during the next passes (the next update waits for it, see :mod:`.ema`) and
-writes the files.
-
-The save thread never communicates. At step ends the training threads agree whether all ranks have written, and
-exchange checksums (:mod:`~paddleformers_fc.distributed.step_agreement`). The coordinator's save thread then commits
-and, after another agreement, deletes old checkpoints. Finally all training threads report the save at the end of the
-same step, or raise its error. One save runs at a time; the next one, and the end of the loop, wait for it.
-
-Memory of an asynchronous save: what this rank writes, and the ranges of replicas that it hashes.
+Memory: a blocking save copies no tensors; :mod:`paddleformers_fc.execute.save` bounds its buffers.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,28 +19,21 @@ import numpy as np
 import paddle.distributed as dist
 from msgspec import structs
 
-from paddleformers_fc.distributed.channel import ALONE, Channel, Part, Parts, exchange_part, format_ranks, run_on_all
+from paddleformers_fc.distributed.channel import ALONE, Channel, format_ranks, run_on_all
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
 from paddleformers_fc.errors import OptionError, StorageError
-from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, ranges_of, snapshot_bytes
 from paddleformers_fc.execute.commit_coordinator import DiskLeaders
-from paddleformers_fc.execute.memory import HostPieces
 from paddleformers_fc.execute.phases import PhaseTimer
-from paddleformers_fc.execute.replicas import ElementRanges
 from paddleformers_fc.execute.save import (
     JobRecord,
     LivePart,
-    PlannedSave,
     SaveReport,
     begin_save,
     capture,
     comparable_facts,
     live_part,
-    plan_save,
-    save_parts,
     write_and_commit,
 )
-from paddleformers_fc.execute.save_plan import SavePlan
 from paddleformers_fc.execute.staging_pool import TransferFigures, measured_transfers
 from paddleformers_fc.formats.checkpoint import RUN_ARGUMENTS
 from paddleformers_fc.layout.live import LiveRoles
@@ -60,14 +41,21 @@ from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE
 from paddleformers_fc.progress_display import shown_in_training
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.paths import require_local
-from paddleformers_fc.text import count_text, size_text
-from paddleformers_fc.trainer import documents, ema, live_roles, models, optimizers, position
+from paddleformers_fc.text import count_text
+from paddleformers_fc.trainer import (
+    batches,
+    documents,
+    live_roles,
+    position,
+    reference,
+    rng,
+    weight_sources,
+)
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.documents import copied_state
 from paddleformers_fc.trainer.library import PREFIX_CHECKPOINT_DIR, ShardingOption, logger
 from paddleformers_fc.trainer.options import shard_bytes
 from paddleformers_fc.trainer.resume import degrees_text, new_run, parallel_degrees
-from paddleformers_fc.trainer.session import CheckpointReport, Native, Saver, Session, check_own_loop, session_of
+from paddleformers_fc.trainer.session import CheckpointReport, Native, Session, check_own_loop, session_of
 from paddleformers_fc.trainer.tiers import LOCAL_RETENTION, Tier, delete_over_limit, keep, numbered, retention_of
 
 _T = TypeVar("_T")
@@ -126,7 +114,7 @@ def prepare(session: Session, metrics: dict[str, float] | None, tier: Tier) -> P
     options = session.consistency(f"saving {directory.name}")
 
     def described() -> LivePart:
-        models.check_defined(trainer.model)
+        weight_sources.check_defined(trainer.model)
         if session.run.ran:
             check_own_loop(session)
         if tier.is_local:
@@ -155,7 +143,7 @@ def outcome(work: Callable[[], _T]) -> Callable[[], _T]:
     try:
         result = work()
     except Exception as error:  # Raised later, where all ranks learn of it.
-        return partial(_raise, error)
+        return partial(raise_error, error)
     return lambda: result
 
 
@@ -164,32 +152,7 @@ def _roles(session: Session) -> LiveRoles:
     trainer, average = session.trainer, {} if session.average is None else session.average.roles()
     if trainer.args.ignore_save_lr_and_optim:
         return {**live_roles.model_roles(trainer.model), **average}
-    return {**live_roles.run_roles(trainer.model, trainer.optimizer), **average}
-
-
-def plan_ahead(session: Session) -> tuple[LivePart, SavePlan]:
-    """Plan the saves of a run before its first step. Every rank must call.
-
-    The plan expects the optimizer states that the first step will create. If it creates others, the first save is
-    planned again.
-
-    Returns:
-        this rank's part of a save, and the plan.
-    Raises:
-        FlexError: the same on every rank.
-    """
-    trainer, args = session.trainer, session.args
-
-    def expected() -> LivePart:
-        optimizers.build_buffers(trainer.model_wrapped, trainer.optimizer)
-        roles = live_roles.run_roles(trainer.model, trainer.optimizer, may_expect=True)
-        average = {} if session.average is None else session.average.roles() or ema.expected_roles(roles)
-        if args.ignore_save_lr_and_optim:
-            roles = live_roles.model_roles(trainer.model)
-        job = JobRecord(trainer.state.global_step, 0, {})
-        return live_part({**roles, **average}, describe_model(trainer.model), {}, job, args.flex_check_replicas)
-
-    return plan_save(expected, session.channel, session.consistency("planning saves"))
+    return {**live_roles.LiveModel(trainer.model, trainer.optimizer).roles(), **average}
 
 
 def report_save(
@@ -280,9 +243,9 @@ def rotate(
 
 def _record_reference(session: Session) -> None:
     """Sum the contents of the reference model before the first save. Every rank must call."""
-    model = models.reference_of(session.trainer)
+    model = reference.reference_of(session.trainer)
     if model is not None and session.reference is None:
-        session.reference = models.contents_of(model, session.channel)
+        session.reference = reference.contents_of(model, session.channel)
 
 
 def _warn_of_differences(session: Session, directory: Path, differences: tuple[str, ...]) -> None:
@@ -314,12 +277,12 @@ def _capture_files(session: Session) -> Encode:
     trainer, args, tracker = session.trainer, session.args, session.position
     captured: dict[str, Callable[[], bytes]] = {}
     if args.save_rng_states:
-        captured[documents.rng_name(dist.get_rank())] = documents.capture_generators(
+        captured[documents.rng_name(dist.get_rank())] = rng.capture_generators(
             args.world_size, args.use_hybrid_parallel
         )
     describing: Encode = dict
     if dist.get_rank() == 0:
-        identity = position.digest(trainer.train_dataset, position.covered(tracker.position, tracker.order))
+        identity = batches.digest(trainer.train_dataset, position.covered(tracker.position, tracker.order))
         order = replace(tracker.order, corpus=identity)
         data = position.to_document(tracker.position, position.batch_sizes_of(args), order)
         captured |= documents.capture_progress(trainer, data)
@@ -359,27 +322,33 @@ def _update_best(trainer: Any, metrics: dict[str, float] | None, directory: Path
         state.best_model_checkpoint = str(directory)
 
 
-class SyncSaves(Saver):
-    """Blocking saves: plan, capture, write and commit on the training thread."""
+def save_now(session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
+    """Save the current step on the training thread: plan, capture, write and commit. Every rank must call.
 
-    def save(self, session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
-        """Save the current step."""
-        trainer, args, channel = session.trainer, session.args, session.channel
-        trainer.runtime_timer.start("checkpoint saving time")
-        prepared = prepare(session, metrics, tier)
-        encode = capture_files(session)
-        part = outcome(lambda: structs.replace(prepared.part(), files=encode()))
-        with measured_transfers() as transfers:
-            planned = begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
-            with shown_in_training(f"saving {prepared.directory.name}", args.should_log):
-                report = write_and_commit(planned, capture(planned.part), channel)
-        trainer.runtime_timer.stop()
-        upload(session, prepared, report)
-        report_save(session, prepared, report, transfers)
-        if tier.is_local:
-            rotate(session, tier, tier.saved, None, tier.disks, channel)
-        else:
-            trainer._rotate_checkpoints(output_dir=args.output_dir)
+    Args:
+        session: the session; the Trainer's state names the best checkpoint.
+        metrics: metrics of an evaluation at this step.
+        tier: where to save.
+
+    Raises:
+        FlexError: the same on every rank; previous checkpoints are unchanged.
+    """
+    trainer, args, channel = session.trainer, session.args, session.channel
+    trainer.runtime_timer.start("checkpoint saving time")
+    prepared = prepare(session, metrics, tier)
+    encode = capture_files(session)
+    part = outcome(lambda: structs.replace(prepared.part(), files=encode()))
+    with measured_transfers() as transfers:
+        planned = begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
+        with shown_in_training(f"saving {prepared.directory.name}", args.should_log):
+            report = write_and_commit(planned, capture(planned.part), channel)
+    trainer.runtime_timer.stop()
+    upload(session, prepared, report)
+    report_save(session, prepared, report, transfers)
+    if tier.is_local:
+        rotate(session, tier, tier.saved, None, tier.disks, channel)
+    else:
+        trainer._rotate_checkpoints(output_dir=args.output_dir)
 
 
 # ---- The replaced methods.
@@ -543,257 +512,5 @@ def export_live(
         logger.info(f"Exported {tensors} to {directory} in {written}.")
 
 
-@dataclass(eq=False)
-class _Save:
-    """The save in progress.
-
-    Args:
-        prepared: the prepared save.
-        state: the Trainer's state at the saved step.
-        transfers: counts copies between host and devices.
-        measuring: stops this count when it is closed.
-        waited: seconds for which the update barrier had blocked training when the save began.
-        blocked: seconds that the training thread took to begin the save.
-        parts: the remaining work.
-        part: the work that the save thread does now.
-        done: the future of this work.
-        report: reports the result; None until the save has ended.
-        is_event_deferred: whether ``on_save`` is called when the save is reported.
-    """
-
-    prepared: PreparedSave
-    state: Any
-    transfers: TransferFigures
-    measuring: ExitStack
-    waited: float
-    blocked: float
-    parts: Parts[SaveReport]
-    part: Part
-    done: Future[Any]
-    report: Callable[[], None] | None = None
-    is_event_deferred: bool = False
-
-
-class AsyncSaves(Saver):
-    """The asynchronous saves of one Trainer. All methods run on the training thread."""
-
-    def __init__(self) -> None:
-        self._buffer = SnapshotBuffer()
-        self._thread = ThreadPoolExecutor(1, "flex-save")
-        self._save: _Save | None = None
-        self._in_loop = False
-
-    def save(self, session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
-        """Begin to save the current step.
-
-        A local save that falls into a save to ``output_dir`` is blocking, so that it does not wait for the slower disk.
-        """
-        if tier.is_local and self._save is not None and not self._save.prepared.tier.is_local:
-            SyncSaves().save(session, metrics, tier)
-            return
-        started = time.monotonic()
-        trainer, channel = session.trainer, session.channel
-        trainer.runtime_timer.start("checkpoint saving time")
-        self._wait(session, f"before step {trainer.state.global_step} can be saved")
-        prepared = prepare(session, metrics, tier)
-        measuring = ExitStack()
-        transfers = measuring.enter_context(measured_transfers())
-        # The save thread fills both before it writes.
-        files: dict[str, bytes] = {}
-        tensors: dict[str, Mapping[str, HostPieces]] = {}
-        part = outcome(lambda: structs.replace(prepared.part(), files=files))
-        planned = begin_save(part, prepared.directory, channel, prepared.consistency, prepared.timer)
-        begun = outcome(lambda: self._begin_copy(session, planned))
-        copied = self._thread.submit(lambda: tensors.update(begun().finish()))
-        encode, state = capture_files(session), copied_state(trainer.state)
-        session.barrier.add(copied)
-        try:
-            parts = self._parts(session, prepared, save_parts(planned, tensors, channel), channel)
-            first = next(parts)
-        except BaseException:
-            wait([copied])  # The next save uses the buffer.
-            raise
-
-        def write() -> Any:
-            copied.result()
-            files.update(encode())
-            return first.work()
-
-        blocked = time.monotonic() - started
-        done = self._thread.submit(write)
-        waited = session.barrier.waited
-        self._save = _Save(prepared, state, transfers, measuring, waited, blocked, parts, first, done)
-        trainer.runtime_timer.stop()
-        if not self._in_loop:
-            self.finish(session)
-
-    @property
-    def under_way(self) -> Part | None:
-        """The part of a save that runs now; the same on all ranks."""
-        return None if self._save is None or self._save.report is not None else self._save.part
-
-    @property
-    def is_done(self) -> bool:
-        """Whether this rank has done its part."""
-        return self._save is not None and self._save.done.done()
-
-    def advance(self, session: Session) -> None:
-        """Exchange the results of a part, and begin the next one. All ranks call at the end of the same step."""
-        save = self._save
-        if save is None:
-            return
-        channel = session.channel
-        try:
-            done = structs.replace(save.part, work=save.done.result)
-            save.part = exchange_part(save.parts, done, channel)
-            works = save.part.source in (None, channel.rank)
-            save.done = self._thread.submit(save.part.work if works else lambda: None)
-        except StopIteration as ended:
-            save.report = partial(self._report_success, session, save, ended.value)
-        except Exception as error:  # Raised at the end of a training step.
-            save.report = partial(_raise, error)
-
-    def report(self) -> None:
-        """Report a save that has ended. All ranks call at the end of the same step.
-
-        Raises:
-            FlexError: the save failed; the same on every rank.
-        """
-        save = self._save
-        if save is not None and save.report is not None:
-            self._save = None
-            save.measuring.close()
-            save.report()
-
-    @contextmanager
-    def draining(self, session: Session) -> Iterator[None]:
-        """Context manager around the training loop; its exit waits for the save in progress."""
-        self._in_loop = True
-        try:
-            self._allocate(session)
-            yield
-            self.finish(session)
-        except BaseException:
-            self._finish_after_error(session)
-            raise
-        finally:
-            self._in_loop = False
-
-    def finish(self, session: Session) -> None:
-        """Wait until the save in progress is committed.
-
-        Raises:
-            FlexError: the save failed; the same on every rank.
-        """
-        self._wait(session, "before training can end")
-
-    def _finish_after_error(self, session: Session) -> None:
-        """Wait for the save in progress after a training error, which takes precedence over errors of the save."""
-        if self._save is None:
-            return
-        try:
-            if session.agreement.all_end():
-                self.finish(session)
-                return
-            # Other ranks may be in a collective of the step, which does not end without this rank.
-            name = self._save.prepared.directory.name
-            logger.warning(f"{name} may not be committed: training has failed on some ranks only.")
-            self._save.parts.close()
-        except Exception as error:  # The training error is raised instead.
-            logger.warning(f"A save failed after training had failed: {error}")
-        self._save = None
-
-    def _allocate(self, session: Session) -> None:
-        """Plan the saves of a loop and allocate their buffer before the first step. Every rank must call.
-
-        Raises:
-            FlexError: the same on every rank.
-        """
-        part, plan = plan_ahead(session)
-
-        def allocate() -> None:
-            plan.raise_failures()
-            self._reserve(session, part, ranges_of(plan, None, part.replicas))
-
-        run_on_all(session.channel, "allocating memory for saves", allocate)
-
-    def _reserve(self, session: Session, part: LivePart, ranges: ElementRanges) -> None:
-        """Allocate memory for a snapshot of these ranges, unless the buffer has it.
-
-        Raises:
-            OptionError: there is not enough memory.
-        """
-        needed = snapshot_bytes(part.tensors, ranges)
-        try:
-            is_new = self._buffer.reserve(part.tensors, ranges)
-        except (MemoryError, OSError, RuntimeError) as error:
-            raise OptionError(
-                f"Asynchronous saves of this process need {size_text(needed)} of host memory, more than is available.",
-                where="flex_async_save: true",
-                evidence=[f"{type(error).__name__}: {error}"],
-                next_step="Give the job more memory or locked memory (ulimit -l), train with more ranks, or remove "
-                "flex_async_save.",
-            ) from error
-        if is_new and session.args.should_log:
-            logger.info(f"Asynchronous saves use {size_text(needed)} of host memory for a snapshot.")
-
-    def _begin_copy(self, session: Session, planned: PlannedSave) -> SnapshotCopy:
-        """Begin to copy what this rank writes. Allocates memory only if the planned buffer does not fit."""
-        part = planned.part
-        ranges = ranges_of(planned.plan, part.job.step, part.replicas)
-        self._reserve(session, part, ranges)
-        return self._buffer.begin(part.tensors, ranges)
-
-    def _parts(
-        self, session: Session, prepared: PreparedSave, steps: Parts[SaveReport], channel: Channel
-    ) -> Parts[SaveReport]:
-        """Write, commit and delete old checkpoints."""
-        report = yield from steps
-        upload(session, prepared, report)
-
-        def delete() -> tuple[None, None]:
-            # The Trainer's state names the former best checkpoint until this save is reported.
-            rotate(session, prepared.tier, prepared.directory, prepared.best, report.disks, channel)
-            return None, None
-
-        if len(report.disks.sorted_leaders) == 1:
-            yield Part("deleting old checkpoints", delete, type(None))
-        else:
-            delete()  # The leaders communicate, so this runs on the training thread.
-        return report
-
-    def defers_event(self, step: int) -> bool:
-        """Return whether ``on_save`` of a step is called later, when its save is reported."""
-        if self._save is None or self._save.prepared.step != step:
-            return False
-        self._save.is_event_deferred = True
-        return True
-
-    def _wait(self, session: Session, why: str) -> None:
-        """Wait for the save in progress and report it; every rank does so at the same step."""
-        save, started = self._save, time.monotonic()
-        if save is None:
-            return
-        was_done = save.report is not None
-        session.barrier.finish()
-        while save.report is None:
-            self.advance(session)
-        if session.args.should_log and not was_done:
-            seconds = time.monotonic() - started
-            logger.info(f"Waited {seconds:.2f} s for the save of step {save.prepared.step}, {why}.")
-        self.report()
-
-    def _report_success(self, session: Session, save: _Save, report: SaveReport) -> None:
-        trainer = session.trainer
-        with session.best.visible_in(trainer):
-            trainer.state.best_model_checkpoint = save.prepared.best
-        blocked = save.blocked + session.barrier.waited - save.waited
-        report_save(session, save.prepared, report, save.transfers, blocked)
-        if save.is_event_deferred:
-            # The handler's own on_save would reset should_save, and a save that is due at this step would be lost.
-            handler = trainer.callback_handler
-            trainer.control = handler.call_event("on_save", trainer.args, save.state, trainer.control)
-
-
-def _raise(error: Exception) -> NoReturn:
+def raise_error(error: Exception) -> NoReturn:
     raise error

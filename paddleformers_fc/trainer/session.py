@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +42,7 @@ from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.manifest import Manifest, RunRecord
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import rate_text, size_text
-from paddleformers_fc.trainer import description, live_roles, loop, optimizers
+from paddleformers_fc.trainer import description, live_roles, optimizers, streaming
 from paddleformers_fc.trainer.documents import TokenizerFiles, TrainingProgress
 from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
 from paddleformers_fc.trainer.library import LOAD_METHOD, PREFIX_CHECKPOINT_DIR, ShardingOption, TrainerCallback, logger
@@ -281,50 +280,6 @@ _SHARED_OPTIONS = ("aoa_config", "ignore_load_lr_and_optim", "ignore_save_lr_and
 """PaddleFormers' options that change what is saved and loaded, and must be equal on all ranks."""
 
 
-class Saver:
-    """Saves checkpoints of a Trainer. Every rank must call every method. By default no save is pending after a step."""
-
-    def save(self, session: Session, metrics: dict[str, float] | None, tier: Tier) -> None:
-        """Save the current step.
-
-        Args:
-            session: the session; the Trainer's state names the best checkpoint.
-            metrics: metrics of an evaluation at this step.
-            tier: where to save.
-
-        Raises:
-            FlexError: the same on every rank; previous checkpoints are unchanged.
-        """
-        raise NotImplementedError
-
-    @property
-    def under_way(self) -> object:
-        """Return the current phase of a pending save; None if there is none."""
-        return None
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether this rank has finished that phase."""
-        return False
-
-    def advance(self, session: Session) -> None:
-        """Exchange the results of a phase, and begin the next one."""
-
-    def report(self) -> None:
-        """Report a save that has ended at this step."""
-
-    def finish(self, session: Session) -> None:
-        """Wait until the pending save is committed."""
-
-    def draining(self, session: Session) -> AbstractContextManager[None]:
-        """Context manager around the training loop that commits every save before it exits."""
-        return nullcontext()
-
-    def defers_event(self, step: int) -> bool:
-        """Return whether ``on_save`` of a step is called later, when its save is committed."""
-        return False
-
-
 @dataclass(frozen=True)
 class Loaded:
     """The checkpoint of the run that is continued.
@@ -384,7 +339,7 @@ class Session:
         position: tracks the position in the data.
         barrier: the pending reads of live tensors, for which the next update waits.
         agreement: the agreement of the ranks at step ends.
-        saver: saves checkpoints.
+        saver: the :class:`.async_save.Saver` that saves checkpoints.
         average: the moving average of the weights; None without one.
         uploads: uploads checkpoints; None without ``flex_upload``.
         receive: the function of ``flex_stream``, on the first rank; None without it.
@@ -402,7 +357,7 @@ class Session:
     position: PositionTracker
     barrier: UpdateBarrier
     agreement: StepAgreement
-    saver: Saver
+    saver: Any
     average: MovingAverage | None = None
     uploads: Uploads | None = None
     receive: Callable[[int, Any], object] | None = None
@@ -483,7 +438,7 @@ def channel_of(args: Any) -> Channel:
     return job_communicator(args.flex_timeout)
 
 
-def new_session(trainer: Any, barrier: UpdateBarrier, saver: Saver) -> Session:
+def new_session(trainer: Any, barrier: UpdateBarrier, saver: Any) -> Session:
     """Return a new session for a Trainer."""
     channel = channel_of(trainer.args)
     agreement = StepAgreement(channel, channel.liveness if isinstance(channel, Communicator) else None)
@@ -582,7 +537,7 @@ class LoopEvents:
             agree(session, "training")
             session.saver.report()
             session.figures.send_loaded()
-            loop.push(session.trainer, session.receive, session.channel)
+            streaming.push(session.trainer, session.receive, session.channel)
         elif event == "on_epoch_end":
             session.position.on_epoch_end(args, state, control)
         if session.signals is not None:

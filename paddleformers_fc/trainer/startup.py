@@ -21,12 +21,24 @@ from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.files import check_writable
-from paddleformers_fc.trainer import description, documents, ema, live_roles, loop, models, tiers
+from paddleformers_fc.trainer import (
+    adapter_checks,
+    description,
+    documents,
+    ema,
+    live_roles,
+    own_statements,
+    reference,
+    streaming,
+    tiers,
+    weight_sources,
+)
+from paddleformers_fc.trainer.async_save import Saver
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.ema import UpdateBarrier
 from paddleformers_fc.trainer.library import LoRAModel, PretrainedModel, logger
 from paddleformers_fc.trainer.options import FlexFields, is_active, local_dir, upload_url, without_effect
-from paddleformers_fc.trainer.save import AsyncSaves, SyncSaves, save_pretrained
+from paddleformers_fc.trainer.save import save_pretrained
 from paddleformers_fc.trainer.session import ATTENDED, Native, Session, channel_of, new_session, record_progress
 from paddleformers_fc.trainer.uploads import Uploads
 from paddleformers_fc.upstream.hooks import LIBRARIES
@@ -56,20 +68,20 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
         return
     _check_own_arguments(arguments)
     channel = channel_of(arguments)
-    models.adopt_statements(trainer.model, channel)
+    own_statements.adopt_statements(trainer.model, channel)
     run_on_all(channel, "checking the model", lambda: _check_model(trainer))
-    models.check_trained(trainer.model, channel)
+    adapter_checks.check_trained(trainer.model, channel)
     barrier = UpdateBarrier(lambda: _passes_change_weights(trainer))
-    session = new_session(trainer, barrier, AsyncSaves() if arguments.flex_async_save else SyncSaves())
+    session = new_session(trainer, barrier, Saver(arguments.flex_async_save))
     session.check_optimizer()
-    models.identify_base(trainer.model, channel)
+    weight_sources.identify_base(trainer.model, channel)
     decay, url = float(arguments.flex_ema_decay), upload_url(arguments)
     if decay:
         parts = ema.KnownParts(trainer)
         session.average = ema.MovingAverage(decay, arguments.flex_ema_interval, parts, session.barrier)
     if url is not None:
         session.uploads = Uploads(url, arguments, channel)
-    session.receive = loop.receiver_of(arguments, channel)
+    session.receive = streaming.receiver_of(arguments, channel)
     session.attach()
     trainer.model.save_pretrained = functools.partial(save_pretrained, trainer, trainer.model.save_pretrained)
     if arguments.should_log:
@@ -102,10 +114,10 @@ def _check_model(trainer: Any) -> None:
     description.check_sonic_moe(trainer, dict(described.config))
     weights = live_roles.model_roles(model)[MODEL_STATE]
     check_ties(weights, described)
-    models.check_own_adapters(model)
+    adapter_checks.check_own_adapters(model)
     if isinstance(model, LoRAModel):  # The family must declare all layers that have adapters.
         model_rules(described, describe_roles({MODEL_STATE: weights})[MODEL_STATE])
-    models.check_verified(model)
+    weight_sources.check_verified(model)
 
 
 def _passes_change_weights(trainer: Any) -> bool:
@@ -142,7 +154,7 @@ def check_run(session: Session, model: ModelDescription) -> str:
     Raises:
         PeerError: the same on every rank: a table of the differences, with values and ranks.
         StorageError: the same on every rank: the output directories that are not writable, with their ranks.
-        MismatchError: see :func:`.models.check_reference_alike`.
+        MismatchError: see :func:`.reference.check_reference_alike`.
         OptionError: see :func:`.tiers.claim`.
     """
     trainer, args, local = session.trainer, session.args, local_dir(session.args)
@@ -157,9 +169,9 @@ def check_run(session: Session, model: ModelDescription) -> str:
             if directory is not None:
                 check_writable(directory)
         # Not in init_trainer: PaddleFormers sets the reference model after Trainer.__init__.
-        models.check_no_reference_updates(trainer)
+        reference.check_no_reference_updates(trainer)
         if not session.has_trained:  # A trained model differs from its reference model.
-            models.check_reference_alike(models.reference_of(trainer), trainer.model)
+            reference.check_reference_alike(reference.reference_of(trainer), trainer.model)
         return tiers.known_tier(args, session.channel.rank)
 
     consistency = ConsistencyCheck("starting the training", facts)

@@ -27,7 +27,8 @@ import xxhash
 
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.text import likely_meant
-from paddleformers_fc.trainer.options import FIELD_NAMES, spelled
+from paddleformers_fc.trainer.conflicts import spelled
+from paddleformers_fc.trainer.options import FIELD_NAMES
 from paddleformers_fc.upstream import FORMERS
 from paddleformers_fc.upstream.hooks import PADDLEFLEET
 
@@ -53,15 +54,14 @@ _ALSO_SWITCHES = ("resume_from_checkpoint", _SEVERAL)
 """Text keys for which PaddleFormers also accepts true and false."""
 
 _ANY, _NULL = "", type(None)
-_MEANING = {"int": "a whole number", "float": "a number", "strtobool": "true or false", "str": "text"}
-"""The parser's converters, and descriptions of their values for messages."""
-_REJECTED = {
-    "int": (str, bool, float, _NULL),
-    "float": (str, bool, _NULL),
-    "strtobool": (str,),
-    "str": (bool,),
+_KINDS: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "int": ("a whole number", (str, bool, float, _NULL)),
+    "float": ("a number", (str, bool, _NULL)),
+    "strtobool": ("true or false", (str,)),
+    "str": ("text", (bool,)),
 }
-"""The types of values that PaddleFormers rejects or silently misreads, such as the text ``false`` for a switch."""
+"""By converter of the parser: a description of its values for messages, and types of values that PaddleFormers rejects
+or silently misreads, such as the text ``false`` for a switch."""
 
 ADVICE = (
     "Write numbers, true and false without quotes, and texts such as no with quotes: YAML reads no as false. In a YAML "
@@ -73,7 +73,7 @@ class StockKey(msgspec.Struct, frozen=True, omit_defaults=True):
     """A key of PaddleFormers.
 
     Args:
-        kind: a key of :data:`_MEANING`; empty if values are not checked here.
+        kind: a key of :data:`_KINDS`; empty if values are not checked here.
         words: the accepted texts; empty for any.
         default: the value of a missing key, if it is a YAML scalar.
     """
@@ -90,10 +90,11 @@ class StockKey(msgspec.Struct, frozen=True, omit_defaults=True):
                 return ""
             meant = likely_meant(str(value), self.words)
             return f"{text} is none of {', '.join(self.words)}{meant and f'; {meant}'}"
+        meaning, rejected = _KINDS.get(self.kind, ("", ()))
         is_absent = self.default is None and value in (None, False)
-        if type(value) not in _REJECTED.get(self.kind, ()) or is_absent or text.lower() == "'true'":
+        if type(value) not in rejected or is_absent or text.lower() == "'true'":
             return ""
-        return f"{text} is not {_MEANING[self.kind]}"
+        return f"{text} is not {meaning}"
 
     def _is_word(self, key: str, value: Any) -> bool:
         if not isinstance(value, str):
@@ -182,7 +183,7 @@ def describe(parser: Any) -> dict[str, StockKey]:
         name, default = getattr(action.type, "__name__", _ANY), action.default
         default = default.value if isinstance(default, Enum) else default
         kind = "float" if name == "int" and isinstance(default, float) else name
-        is_checked = kind in _REJECTED and action.nargs in (None, "?") and action.dest not in _ALSO_SWITCHES
+        is_checked = kind in _KINDS and action.nargs in (None, "?") and action.dest not in _ALSO_SWITCHES
         if name and action.dest not in keys:  # Skips the "--no_..." of a switch, which has the same destination.
             keys[action.dest] = StockKey(
                 kind if is_checked else _ANY,

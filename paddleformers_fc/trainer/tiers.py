@@ -37,7 +37,7 @@ from paddleformers_fc.distributed.channel import ALONE, Channel, gather_and_keep
 from paddleformers_fc.errors import CheckpointError, Corrupt, OptionError, StorageError
 from paddleformers_fc.execute.commit_coordinator import DiskLeaders
 from paddleformers_fc.storage.commit import finished, remove_checkpoint
-from paddleformers_fc.storage.files import is_directory, make_directories, real_path, remove_file, rename, write_file
+from paddleformers_fc.storage.files import is_directory, make_directories, real_path, replace_file
 from paddleformers_fc.storage.json_io import decode_typed, read_document
 from paddleformers_fc.storage.manifest import Manifest, candidates_in
 from paddleformers_fc.storage.paths import RemotePath, parse_step
@@ -249,12 +249,7 @@ def _record(local: Path, output_dir: Path, own: str) -> TierRecord:
 
 def _write(directory: Path, record: TierRecord) -> None:
     make_directories(directory)
-    partial = directory / f".{RECORD_NAME}.{secrets.token_hex(6)}"
-    try:
-        write_file(partial, msgspec.json.format(msgspec.json.encode(record), indent=1))
-        rename(partial, directory / RECORD_NAME)
-    finally:
-        remove_file(partial)
+    replace_file(directory / RECORD_NAME, msgspec.json.format(msgspec.json.encode(record), indent=1))
 
 
 _P = TypeVar("_P", Path, RemotePath)

@@ -16,6 +16,7 @@ from paddleformers_fc.cli import planning
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
+from paddleformers_fc.storage import files
 from tests.cli.support import run
 from tests.harness.browser import browser, measured, shown
 from verification import simulate_ranks
@@ -126,7 +127,7 @@ def test_an_interrupted_page_leaves_the_older(stored: Path, tmp_path: Path, monk
     template = Path(planning.__file__).with_name("plan_report.html").read_text(encoding="utf-8")
     older = template.partition("</title>")[0] + "older"
     page.write_text(older)
-    monkeypatch.setattr(planning, "rename", interrupt)
+    monkeypatch.setattr(files, "rename", interrupt)
     assert run("plan", stored, "--to", "tp=2", "--html", page).code == 130
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("page.html", older)]
 

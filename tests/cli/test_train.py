@@ -22,7 +22,7 @@ import pytest
 from paddleformers_fc import upstream
 from paddleformers_fc.cli import training
 from paddleformers_fc.cli.training import LogView, prepare
-from paddleformers_fc.cpu_runtime.launch import LaunchResult
+from paddleformers_fc.cpu_runtime.ranks import JobOutcome
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.output import console
 from paddleformers_fc.trainer import register
@@ -200,10 +200,9 @@ def test_a_forwarded_signal_saves(tmp_path: Path, local: bool, saves: bool, monk
     assert ("script.py" in (tmp_path / "out/log/rank-00000.log").read_text()) != saves  # The stacks of ranks.
 
 
-def test_a_rank_that_aborts_after_an_error_of_another_is_not_reported_as_the_cause(tmp_path: Path) -> None:
-    logs = (tmp_path, tmp_path)
-    assert training._signalled(LaunchResult(134, (-6, 1), logs, 1.0, (1, 0))) == ()
-    both = training._signalled(LaunchResult(134, (-6, -9), logs, 1.0, (1, 0)))
+def test_a_rank_that_aborts_after_an_error_of_another_is_not_reported_as_the_cause() -> None:
+    assert training._signalled(JobOutcome((-6, 1), False, 1.0, (1, 0))) == ()
+    both = training._signalled(JobOutcome((-6, -9), False, 1.0, (1, 0)))
     assert both == (training.Signalled(1, "SIGKILL"), training.Signalled(0, "SIGABRT"))
 
 

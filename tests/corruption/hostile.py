@@ -328,7 +328,7 @@ def _trainer(directory: Path) -> Target:
     import paddle
     from paddleformers.trainer import TrainerState
 
-    from paddleformers_fc.trainer import documents
+    from paddleformers_fc.trainer import documents, rng
 
     paddle.set_device("cpu")
     scheduler = paddle.optimizer.lr.LambdaDecay(0.1, lambda step: 0.5**step)
@@ -337,7 +337,7 @@ def _trainer(directory: Path) -> Target:
 
     def use(raw: bytes) -> None:
         if b"hybrid_parallel" in raw:
-            documents.restore_generators(raw, "trainer/rng-00000.json", 1, True, True)
+            rng.restore_generators(raw, "trainer/rng-00000.json", 1, True, True)
             return
         value = state_json.decode_object(raw, "trainer/state.json")
         if "last_lr" in value:
@@ -349,7 +349,7 @@ def _trainer(directory: Path) -> Target:
             state.global_step += 1
             state.save_to_json("/dev/null")
 
-    return Target(tuple(json.loads(raw) for raw in (*values, documents.capture_generators(1, True)())), use)
+    return Target(tuple(json.loads(raw) for raw in (*values, rng.capture_generators(1, True)())), use)
 
 
 KINDS: dict[str, Callable[[Path], Target]] = {

@@ -259,7 +259,7 @@ def test_g61_other_settings_of_a_run_are_one_table(ranks: ForkServer, runs: dict
     assert found.get("step") == 3, found
     assert "differs" not in stock_log
     _, log = resumed(ranks, runs, tmp_path / "ours", True, arguments=arguments)
-    _, _, table = log.partition("This run differs from the one that saved step 2:\n")
+    _, _, table = log.partition("This run differs from the run that saved step 2:\n")
     rows = [" ".join(line.split()) for line in table.splitlines()[:4]]
     assert rows == ["key saved now", "adam_beta2 0.999 0.95", "weight_decay 0.0 0.1", "max_grad_norm 1.0 0.5"]
     return {"rows": "`, `".join(rows)}

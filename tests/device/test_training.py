@@ -64,7 +64,7 @@ def train(
     found: dict[str, Any] = {"page-locked": note_page_locked(), "step ends": count_step_ends()}
 
     def places() -> dict[str, list[str]]:
-        roles = live_roles.run_roles(trainer.model, trainer.optimizer)
+        roles = live_roles.LiveModel(trainer.model, trainer.optimizer).roles()
         return {role: sorted({str(one.local_tensor.place) for one in names.values()}) for role, names in roles.items()}
 
     def counted(what: str, function: Any) -> Any:
@@ -103,9 +103,9 @@ def train(
 def note_page_locked() -> list[str]:
     """Return a list that gets the phase of each page-locked allocation. The fake accelerator has ordinary memory."""
     from paddleformers_fc.execute import async_snapshot, staging_pool
-    from paddleformers_fc.trainer.save import AsyncSaves
+    from paddleformers_fc.trainer.async_save import Saver
 
-    allocate, save = staging_pool.new_buffer, AsyncSaves.save
+    allocate, save = staging_pool.new_buffer, Saver.save
     where, noted = ["before training"], []
 
     def allocate_and_note(size: int, pinned: bool) -> Any:
@@ -120,7 +120,7 @@ def note_page_locked() -> list[str]:
     if device() == FAKE:
         async_snapshot.has_pinned_memory = lambda place: not staging_pool.in_host_memory(place)
     staging_pool.new_buffer = async_snapshot.new_buffer = allocate_and_note
-    AsyncSaves.save = save_and_note
+    Saver.save = save_and_note
     return noted
 
 
@@ -128,10 +128,10 @@ def count_step_ends() -> list[list[int]]:
     """Have ranks agree at every step end, and return a list of what that costs where they exchange nothing."""
     from paddleformers_fc.distributed import step_agreement
     from paddleformers_fc.trainer import session as sessions
-    from paddleformers_fc.trainer.save import AsyncSaves
+    from paddleformers_fc.trainer.async_save import Saver
 
     step_agreement.PENDING_SECONDS = 1e-6
-    end, advance = sessions.agree, AsyncSaves.advance
+    end, advance = sessions.agree, Saver.advance
     ended: list[list[int]] = []
     exchanged: list[int] = []
 
@@ -145,7 +145,7 @@ def count_step_ends() -> list[list[int]]:
         if session.trainer.state.global_step not in exchanged:
             ended.append([synchronisations() - waits, (copied() - copies).to_host])
 
-    AsyncSaves.advance, sessions.agree = advance_and_note, end_and_count
+    Saver.advance, sessions.agree = advance_and_note, end_and_count
     return ended
 
 

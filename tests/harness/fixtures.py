@@ -16,6 +16,7 @@ OURS = (
     "paddleformers_fc.trainer.pretrained",
     "paddleformers_fc.trainer.entry",
     "paddleformers_fc.trainer.loop",
+    "paddleformers_fc.trainer.streaming",
     "tests.trainer.workflow_jobs",
     "tests.trainer.jobs",
     "pytest",

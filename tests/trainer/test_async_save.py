@@ -66,7 +66,7 @@ def with_late_copies(job: str, **settings: Any) -> Any:
         settings: its arguments.
     """
     from paddleformers_fc.execute.async_snapshot import SnapshotCopy
-    from paddleformers_fc.trainer import save as async_save
+    from paddleformers_fc.trainer import async_save
     from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
     from paddleformers_fc.trainer.session import LoopEvents
 
@@ -206,7 +206,7 @@ def note_preparations(layout: MatrixLayout, output_dir: Path, resume: Path | Non
     """Train; where saves were planned and memory for snapshots was allocated."""
     from paddleformers_fc.execute import save
     from paddleformers_fc.execute.async_snapshot import SnapshotBuffer
-    from paddleformers_fc.trainer.save import AsyncSaves
+    from paddleformers_fc.trainer.async_save import Saver
 
     noted, where, reserve = [], ["before training"], SnapshotBuffer.reserve
 
@@ -217,7 +217,7 @@ def note_preparations(layout: MatrixLayout, output_dir: Path, resume: Path | Non
 
     SnapshotBuffer.reserve = reserve_and_note
     precede(save, "new_plan", lambda *_: noted.append(f"planned {where[-1]}"))
-    precede(AsyncSaves, "save", lambda *_: where.append("in a save"))
+    precede(Saver, "save", lambda *_: where.append("in a save"))
     model_type = "ernie4_5_moe" if layout.ep > 1 else "llama"
     trained(layout, output_dir, {**EVERY_STEP, **ASYNC, **AVERAGED}, model_type, resume=resume)
     return noted
@@ -367,7 +367,7 @@ def test_saves_open_no_group_or_connection_and_their_threads_never_communicate(t
     from paddleformers_fc.distributed.channel import PaddleChannel
     from paddleformers_fc.distributed.communicator import Communicator
     from paddleformers_fc.distributed.store_client import StoreClient
-    from paddleformers_fc.trainer.save import AsyncSaves
+    from paddleformers_fc.trainer.async_save import Saver
 
     exchanges: list[int] = []
     threads: set[str] = set()
@@ -377,7 +377,7 @@ def test_saves_open_no_group_or_connection_and_their_threads_never_communicate(t
         threads.add(threading.current_thread().name)
         exchanges[-1:] = [one + count for one in exchanges[-1:]]
 
-    precede(AsyncSaves, "save", lambda *_: exchanges.append(0))
+    precede(Saver, "save", lambda *_: exchanges.append(0))
     precede(Communicator, "gather", partial(note, 1))
     precede(PaddleChannel, "all_to_all", partial(note, 1))
     for name in ("add", "wait"):
@@ -400,8 +400,8 @@ def test_saves_open_no_group_or_connection_and_their_threads_never_communicate(t
 def test_saves_are_committed_in_their_order_and_a_further_one_waits(tmp_path: Path) -> None:
     """The first save is not written before the second one waits for it."""
     from paddleformers_fc.execute import save
-    from paddleformers_fc.trainer import save as async_save
-    from paddleformers_fc.trainer.save import AsyncSaves
+    from paddleformers_fc.trainer import async_save
+    from paddleformers_fc.trainer.async_save import Saver
 
     waits, committed, captured = threading.Event(), [], []
 
@@ -414,7 +414,7 @@ def test_saves_are_committed_in_their_order_and_a_further_one_waits(tmp_path: Pa
             waits.set()
 
     precede(save, "_write_files", hold)
-    precede(AsyncSaves, "_wait", note_the_wait)
+    precede(Saver, "_wait", note_the_wait)
     precede(async_save, "report_save", lambda session, prepared, *_: committed.append(prepared.step))
     with logged() as lines:
         trained(SINGLE, tmp_path, {**EVERY_STEP, **ASYNC})

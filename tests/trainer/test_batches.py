@@ -10,7 +10,8 @@ import pytest
 from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler, RandomSampler
 from paddleformers.utils.batch_sampler import MappingDistributedBatchSampler
 
-from paddleformers_fc.trainer.position import BatchSizes, Position, ResumedBatches, SampleOrder, order_of, start_after
+from paddleformers_fc.trainer.batches import ResumedBatches, order_of
+from paddleformers_fc.trainer.position import BatchSizes, Position, SampleOrder, start_after
 
 SAMPLES = 10
 

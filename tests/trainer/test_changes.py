@@ -14,14 +14,14 @@ from paddleformers_fc.cli.training import COLOUR
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.families.changes import Change
 from paddleformers_fc.trainer.options import FlexFields
-from paddleformers_fc.trainer.position import changes_text, check_same_samples
+from paddleformers_fc.trainer.run_changes import changes_text, check_same_samples
 from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import DP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, MatrixLayout
 from tests.trainer.jobs import frozen_trainer, logged, refused, trained
 from verification.digests import canonical_digests
 
 TWO = {"max_steps": 2, "save_steps": 2}
-DIFFERS = "This run differs from the one that saved step"
+DIFFERS = "This run differs from the run that saved step"
 
 
 def resumed(layout: MatrixLayout, directory: Path, model: dict[str, Any] | None = None, **arguments: Any) -> str:

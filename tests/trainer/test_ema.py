@@ -148,7 +148,7 @@ def test_an_average_is_loaded_under_every_layout(ranks: ForkServer, tmp_path: Pa
         there = {"resume": str(tmp_path / f"{number - 1}/checkpoint-3"), "arguments": {"max_steps": 3}, **given}
         _, log = run(ranks, layout, tmp_path / str(number), "resume_and_save_again", **there)
         assert list(canonical_digests(tmp_path / f"{number}/checkpoint-3")) == expected, layout.name
-        assert "This run differs from the one that saved step" not in log
+        assert "This run differs from the run that saved step" not in log
 
 
 # ---- The averaged weights in use.

@@ -215,7 +215,7 @@ def test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes(
 def test_the_command_line_reports_another_corpus_and_tokenizer_at_a_resume_and_nothing_of_the_same_run(
     ranks: ForkServer, assets: Assets, tmp_path: Path
 ) -> None:
-    differs = "This run differs from the one that saved step 2"
+    differs = "This run differs from the run that saved step 2"
     train_by_workers(ranks, assets, tmp_path / "out")
     moved = shutil.copytree(assets.models["llama"], tmp_path / "model")
     again = {"resume_from_checkpoint": str(tmp_path / "out/checkpoint-2"), "model_name_or_path": str(moved)}

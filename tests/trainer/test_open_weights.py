@@ -236,12 +236,12 @@ def test_one_rank_that_was_filled_by_another_loader_stops_all(
     import paddle.distributed as dist
 
     from paddleformers_fc import FlexTrainer
-    from paddleformers_fc.trainer import models
+    from paddleformers_fc.trainer import weight_sources
 
     args = training_arguments(tmp_path, layout)
     model = fresh(llama)
     if dist.get_rank() == 1:
-        models.note_unverified(model, "a loader")
+        weight_sources.note_unverified(model, "a loader")
     with pytest.raises(FlexError, match=r"where: model \(on rank 1\)"):
         tiny.trainer(model, args, cls=FlexTrainer)
 

@@ -12,16 +12,8 @@ import pytest
 import yaml
 
 from paddleformers_fc.errors import MappingError, OptionError
-from paddleformers_fc.trainer.options import (
-    CONFLICTS,
-    REMOVED,
-    WITHOUT_EFFECT,
-    FlexFields,
-    check_options,
-    parse_size,
-    shard_bytes,
-    without_effect,
-)
+from paddleformers_fc.trainer.conflicts import CONFLICTS, WITHOUT_EFFECT
+from paddleformers_fc.trainer.options import REMOVED, FlexFields, check_options, parse_size, shard_bytes, without_effect
 
 PUSH = {"steps": 10, "to": "my_engine.push"}
 OUT_OF_RANGE: dict[str, list[Any]] = {

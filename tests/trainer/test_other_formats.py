@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import paddleformers_fc
+from paddleformers_fc.cli import training
 from paddleformers_fc.cli.start_checks import checkpoint_to_resume
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.output_directory import output_facts
@@ -147,6 +148,8 @@ def test_the_newest_stock_checkpoint_is_resumed_with_a_notice_and_a_converted_on
     assert flex.metadata.job is not None
     assert (flex.metadata.job.step, flex.metadata.job.parallel["tp"]) == (3, 2)
     shutil.rmtree(tmp_path / "out/checkpoint-6")
+    job = training.TrainingJob((), 1, {}, "", True, str(tmp_path / "out"))
+    assert training._resume_advice(job) == "run the same command again; it resumes at step 3"
     for name, is_noticed in (("flex", False), ("out", True)):
         found, log = train(ranks, TP2, tmp_path / name, True, True)
         assert found == stock[3:]

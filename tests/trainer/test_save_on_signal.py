@@ -213,7 +213,7 @@ def test_the_signal_of_stack_dumps_is_refused_with_its_reason() -> None:
     with pytest.raises(OptionError) as caught:
         FlexFields(flex_save_on_signal="SIGUSR1")
     (line,) = caught.value.evidence
-    assert line.startswith("flex_save_on_signal: 'SIGUSR1' is none of off, SIGTERM, ")
+    assert line.startswith("flex_save_on_signal: 'SIGUSR1' is not one of off, SIGTERM, ")
     assert line.endswith("SIGHUP: ranks write their stacks on it")
 
 

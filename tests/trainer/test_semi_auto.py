@@ -36,7 +36,7 @@ def test_boxes_are_those_of_paddles_own_local_values() -> None:
     import paddle
     import paddle.distributed as dist
 
-    from paddleformers_fc.trainer.live_roles import shard_of_rank
+    from paddleformers_fc.trainer.dist_tensors import shard_of_rank
 
     dist.init_parallel_env()
     meshes = [dist.ProcessMesh(ranks) for ranks in ([[0, 1], [2, 3]], [[3, 1], [0, 2]], [3, 1, 0, 2], [1, 2])]
@@ -85,7 +85,7 @@ def load(source: Path, weights: Path | None, scheme: str, model_type: str, targe
     alone = one_device(model_type)
     optimizer = paddle.optimizer.AdamW(0.01, parameters=alone.parameters())
     paddleformers_fc.load(source, alone, optimizer)
-    roles = live_roles.run_roles(alone, optimizer).values()
+    roles = live_roles.LiveModel(alone, optimizer).roles().values()
     wholes = {name: one.local_tensor.numpy() for role in roles for name, one in role.items()}
     model = semi_auto(scheme, model_type)
     state_dict = dict(model.state_dict())

@@ -32,7 +32,7 @@ def all_bits(model: Any, optimizer: Any) -> dict[str, str]:
     """The bytes of every tensor and state, as hex."""
     from paddleformers_fc.trainer import live_roles
 
-    roles = live_roles.model_roles(model) if optimizer is None else live_roles.run_roles(model, optimizer)
+    roles = live_roles.model_roles(model) if optimizer is None else live_roles.LiveModel(model, optimizer).roles()
     tensors = [(name, one.local_tensor) for weights in roles.values() for name, one in weights.items()]
     return {name: tensor.astype("float32").numpy().tobytes().hex() for name, tensor in tensors}
 

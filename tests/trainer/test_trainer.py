@@ -155,7 +155,7 @@ def test_random_generators_come_back_as_they_were() -> None:
     import paddle
     from paddle.distributed.fleet.meta_parallel import get_rng_state_tracker
 
-    from paddleformers_fc.trainer import documents
+    from paddleformers_fc.trainer import rng
 
     get_rng_state_tracker().add("model_parallel_rng", 11)
 
@@ -166,13 +166,13 @@ def test_random_generators_come_back_as_they_were() -> None:
         return [*plain, paddle.randperm(9).tolist(), tracked]
 
     draw()
-    captured = documents.capture_generators(world_size=2, hybrid=True)()
+    captured = rng.capture_generators(world_size=2, hybrid=True)()
     first, second = draw(), draw()
-    assert documents.restore_generators(captured, "rng", world_size=2, hybrid=True, tensor_parallel=True)
+    assert rng.restore_generators(captured, "rng", world_size=2, hybrid=True, tensor_parallel=True)
     assert draw() == first != second
-    assert not documents.restore_generators(captured, "rng", world_size=1, hybrid=True, tensor_parallel=True)
+    assert not rng.restore_generators(captured, "rng", world_size=1, hybrid=True, tensor_parallel=True)
     with pytest.raises(FormatError) as caught:
-        documents.restore_generators(b'{"world_size": 2}', "trainer/rng-00000.json", 2, True, True)
+        rng.restore_generators(b'{"world_size": 2}', "trainer/rng-00000.json", 2, True, True)
     assert caught.value.where == "trainer/rng-00000.json"
     assert draw() == second
 

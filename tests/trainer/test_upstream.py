@@ -17,7 +17,8 @@ import pytest
 from paddleformers_fc import nlp, upstream
 from paddleformers_fc.errors import EnvironmentMismatch, FlexError, OptionError
 from paddleformers_fc.trainer import library
-from paddleformers_fc.trainer.options import CONFLICTS, DEVELOPMENT, FIELD_NAMES, NLP_CONFLICTS, WITHOUT_EFFECT
+from paddleformers_fc.trainer.conflicts import CONFLICTS, DEVELOPMENT, NLP_CONFLICTS, WITHOUT_EFFECT
+from paddleformers_fc.trainer.options import FIELD_NAMES
 from paddleformers_fc.upstream.hooks import (
     COMMAND_LINES,
     CPU_RUNTIMES,

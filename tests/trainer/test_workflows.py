@@ -107,9 +107,9 @@ def test_preference_training_resumes_with_tensor_parallelism_and_not_with_anothe
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     resume = {**DP2, "max_steps": 4, "resume_from_checkpoint": str(saved)}
     log = workflows.refused("llama_dpo", tmp_path / "other", **resume, model_name_or_path=str(base))
-    assert "The reference model differs from the one that the saved run used." in log
+    assert "The reference model does not match the checkpoint." in log
     assert "model.norm.weight: saved float32 64 " in log
-    assert "model.layers" not in log.partition("The reference model differs")[2]
+    assert "model.layers" not in log.partition("The reference model does not match")[2]
 
 
 @pytest.mark.slow
@@ -204,11 +204,11 @@ def test_unshuffled_samples_of_an_indexed_corpus_are_continued_or_refused(
 
 
 def test_updates_of_the_reference_model_are_refused_by_name_also_in_a_script() -> None:
-    from paddleformers_fc.trainer import models
+    from paddleformers_fc.trainer import reference
 
     with pytest.raises(OptionError) as refused:
-        models.check_no_reference_updates(SimpleNamespace(dpo_config=SimpleNamespace(ref_model_update_steps=2)))
+        reference.check_no_reference_updates(SimpleNamespace(dpo_config=SimpleNamespace(ref_model_update_steps=2)))
     text = refused.value.render()
     assert "flex_checkpoint: true and ref_model_update_steps: 2: the reference model is the base" in text
-    models.check_no_reference_updates(SimpleNamespace(dpo_config=SimpleNamespace(ref_model_update_steps=-1)))
-    models.check_no_reference_updates(SimpleNamespace())
+    reference.check_no_reference_updates(SimpleNamespace(dpo_config=SimpleNamespace(ref_model_update_steps=-1)))
+    reference.check_no_reference_updates(SimpleNamespace())

@@ -16,7 +16,7 @@ from paddleformers_fc.distributed.channel import job_channel
 from paddleformers_fc.execute.save import JobRecord, save_checkpoint
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import config_text
-from paddleformers_fc.trainer.live_roles import run_roles
+from paddleformers_fc.trainer.live_roles import LiveModel
 from paddleformers_fc.trainer.register import register
 from verification.demo.jobs import AS_LOADED
 
@@ -33,7 +33,7 @@ class SaveWhatWasLoaded(TrainerCallback):
         files = {"config.json": config_text(model).encode()} if channel.rank == 0 else {}
         save_checkpoint(
             Path(args.output_dir) / AS_LOADED,
-            run_roles(model, objects["optimizer"]),
+            LiveModel(model, objects["optimizer"]).roles(),
             describe_model(model),
             files,
             JobRecord(state.global_step, state.consumed_samples, {}),

@@ -33,10 +33,10 @@ def fill(trainer: Any, checkpoint: Path) -> None:
     """
     import paddle
 
-    from paddleformers_fc.trainer.live_roles import run_roles
+    from paddleformers_fc.trainer.live_roles import LiveModel
 
     source = assemble(checkpoint)
-    for role, weights in run_roles(trainer.model, trainer.optimizer).items():
+    for role, weights in LiveModel(trainer.model, trainer.optimizer).roles().items():
         for name, weight in weights.items():
             if (role, name) not in source:
                 raise MismatchError(f"{name} is not in the checkpoint.", where=str(checkpoint))
