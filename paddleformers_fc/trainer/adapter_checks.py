@@ -11,17 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, run_on_all
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families.description import A
 from paddleformers_fc.trainer import live_roles
 from paddleformers_fc.trainer.library import has_adapters, unwrap_model
-
-if TYPE_CHECKING:
-    pass
-
 
 _EXPERT_ATTRIBUTES = ("expert", "no_sync", "color")
 

@@ -371,7 +371,7 @@ def unknown_keys(unknown: Iterable[str], stock: Iterable[str]) -> OptionError:
     """
     names, known = sorted(unknown), (*FIELD_NAMES, *sorted(stock))
     correct = f"Correct the key or remove it. This package has {', '.join(FIELD_NAMES)}."
-    remove = "Remove the key; docs/options.md lists what replaces it."
+    remove = "Remove the key; CHANGELOG.md lists what replaces it."
     return OptionError(
         "Unknown key in the configuration.",
         where="training arguments",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,10 +30,6 @@ from paddleformers_fc.trainer import live_roles, weight_sources
 from paddleformers_fc.trainer.conflicts import REFERENCE_UPDATES, check_conflicts
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.own_statements import adopt_statements
-
-if TYPE_CHECKING:
-    pass
-
 
 _CHUNK_ELEMENTS = 1 << 18
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)

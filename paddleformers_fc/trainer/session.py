@@ -339,7 +339,7 @@ class Session:
         position: tracks the position in the data.
         barrier: the pending reads of live tensors, for which the next update waits.
         agreement: the agreement of the ranks at step ends.
-        saver: the :class:`.async_save.Saver` that saves checkpoints.
+        saver: the :class:`.async_save.Saver`, whose module imports this one.
         average: the moving average of the weights; None without one.
         uploads: uploads checkpoints; None without ``flex_upload``.
         receive: the function of ``flex_stream``, on the first rank; None without it.

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -39,10 +39,6 @@ from paddleformers_fc.text import count_text, fold
 from paddleformers_fc.trainer import description, dist_tensors, library, live_roles, optimizers
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library import has_adapters, unwrap_model
-
-if TYPE_CHECKING:
-    pass
-
 
 _SOURCE = "_flex_source"
 
