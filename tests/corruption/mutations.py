@@ -69,7 +69,7 @@ def run(directory: Path, seed: int, count: int) -> tuple[str, list[str]]:
         _write(target, {path: files.get(path) for path in change})
     open_flex(target, "full")
     kinds = ", ".join(f"{tried[kind]} {kind}" for kind in sorted(tried))
-    return f"{count:,} mutations (seed {seed}), {count - len(missed):,} refused under `full`: {kinds}.", missed
+    return f"{count:,} mutations (seed {seed}), {count - len(missed):,} rejected under `full`: {kinds}.", missed
 
 
 def _write(directory: Path, change: dict[str, bytes | None]) -> None:
