@@ -193,7 +193,9 @@ def test_t12_a_file_that_the_index_does_not_list_is_ignored(
 
 @pytest.mark.slow
 @fault("T13")
-def test_t13_the_source_directory_is_not_changed(ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path) -> None:
+def test_t13_the_source_directory_is_not_changed(
+    ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
+) -> None:
     directory = copy(stock_weights[0], tmp_path / "stock")
     before = {path.name for path in directory.iterdir()}
     loaded(ranks, directory)

@@ -168,9 +168,7 @@ def test_s7_unequal_parts_are_split_where_they_were_joined(ranks: ForkServer, tm
 
 
 @fault("S8")
-def test_s8_a_transposed_fused_tensor_of_two_ranks_is_split_rank_by_rank(
-    ranks: ForkServer, tmp_path: Path
-) -> Seen:
+def test_s8_a_transposed_fused_tensor_of_two_ranks_is_split_rank_by_rank(ranks: ForkServer, tmp_path: Path) -> Seen:
     fused = np.arange(24.0).reshape(3, 8)
     found = taken_apart(ranks, tmp_path / "stock", fused, "gu", "f^T -> g, u, fused_ffn, axis=0")["u"]
     right = fused.T[2].tolist()

@@ -36,7 +36,9 @@ def train(
 
 @pytest.mark.slow
 @fault("G40")
-def test_g40_diverged_copies_of_a_tied_weight_do_not_delete_the_last_good_checkpoint(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_g40_diverged_copies_of_a_tied_weight_do_not_delete_the_last_good_checkpoint(
+    ranks: ForkServer, tmp_path: Path
+) -> Seen:
     left = {}
     for ours in (False, True):
         output_dir = tmp_path / f"ours-{ours}"

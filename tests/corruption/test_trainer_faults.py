@@ -122,7 +122,9 @@ def test_t6_statements_apply_to_a_float32_run(ranks: ForkServer, our_run: Ours, 
 
 @pytest.mark.slow
 @fault("T7")
-def test_t7_no_sample_is_repeated_or_skipped_when_the_data_parallel_degree_changes(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_t7_no_sample_is_repeated_or_skipped_when_the_data_parallel_degree_changes(
+    ranks: ForkServer, tmp_path: Path
+) -> Seen:
     # Half the ranks with the same steps per rank: the global batch is halved too.
     half = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     repeated: dict[bool, int] = {}
@@ -253,7 +255,9 @@ def test_g60_a_model_that_reads_the_weights_differently_is_rejected(
 
 @pytest.mark.slow
 @fault("G61")
-def test_g61_changed_training_settings_are_listed_in_one_table(ranks: ForkServer, runs: dict[bool, Path], tmp_path: Path) -> Seen:
+def test_g61_changed_training_settings_are_listed_in_one_table(
+    ranks: ForkServer, runs: dict[bool, Path], tmp_path: Path
+) -> Seen:
     arguments = {**EVERY_SECOND, "adam_beta2": 0.95, "weight_decay": 0.1, "max_grad_norm": 0.5}
     found, stock_log = resumed(ranks, runs, tmp_path / "stock", False, arguments=arguments)
     assert found.get("step") == 3, found
