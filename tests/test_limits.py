@@ -81,6 +81,6 @@ def test_no_test_has_a_limit_on_time_of_its_own() -> None:
     assert found == []
 
 
-def test_what_the_tests_run_on_waits_as_long_as_the_suite() -> None:
+def test_the_test_harness_waits_as_long_as_the_suite() -> None:
     assert min(ranks.PATIENCE_SECONDS, DEFAULT_PATIENCE) >= LIMIT
     assert suite_limit("faulthandler_timeout = 1\ntimeout = 7\ntimeout_method = 2\n") == 7

@@ -70,7 +70,7 @@ def test_a_document_has_the_documented_keys_and_types(case: str, places: dict[st
     assert msgspec.json.decode(msgspec.json.encode(found)) == outcome.document
 
 
-def test_a_failed_verification_has_the_keys_of_an_error_beside_its_own(copy: Path) -> None:
+def test_a_failed_verification_has_its_own_keys_and_those_of_an_error(copy: Path) -> None:
     (copy / "config.json").unlink()
     document = run("verify", copy, "--json").document
     assert document.keys() == ERROR | set(DOCUMENTS["verify"].__struct_fields__)
@@ -86,7 +86,7 @@ codes = [main(command) for command in json.loads(sys.argv[1])]
 print(json.dumps({{"codes": codes, "attempts": attempts}}), file=sys.stderr)
 """
 
-# Prints the modules that one command line imports beside those of the interpreter.
+# A program that runs one command line and prints the modules which it imports.
 IMPORTED = """
 import json, sys
 before = set(sys.modules)

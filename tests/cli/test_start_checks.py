@@ -305,7 +305,7 @@ def test_a_path_of_another_user_is_refused_with_the_next_step(closed: Path) -> N
         assert caught.value.next_step == "Give this user permission for this path, or choose another path."
 
 
-def test_a_checkpoint_to_resume_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkpoint_to_resume_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, other = Path(model_of(tmp_path / "weights")), tmp_path / "all/runs/one/checkpoint-3"
     assert "contains open weights" in fault(tmp_path, f"resume_from_checkpoint={weights}")
     assert f"{weights}x does not exist" in fault(tmp_path, f"resume_from_checkpoint={weights}x")

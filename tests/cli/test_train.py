@@ -467,7 +467,7 @@ def test_an_error_of_this_package_is_printed_once(tmp_path: Path, script: Callab
 def test_an_error_that_paddleformers_wraps_is_a_document_under_json(
     ranks: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What custom_register_path raises before this package is registered cannot be seen, so it registers first.
+    # Errors of custom_register_path before this package is registered are invisible, so it registers first.
     own = f"{OWN}\nfrom paddleformers_fc.trainer.register import register\nregister()\nfail()\n"
     (tmp_path / "own.py").write_text(own)
     path = config(tmp_path, device="cpu", custom_register_path=str(tmp_path / "own.py"))

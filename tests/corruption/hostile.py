@@ -256,7 +256,7 @@ def _wire(directory: Path) -> Target:
     error = MappingError("what", where="where", evidence=["one", "two"], next_step="next")
 
     def use(raw: bytes) -> None:
-        # What comes over the wire is text already.
+        # Messages of other ranks arrive as text.
         raise from_wire(raw.decode("utf-8", "surrogateescape"))
 
     return Target((json.loads(error.to_wire()),), use)

@@ -140,7 +140,7 @@ def option_error(ranks: ForkServer, output_dir: Path, **arguments: object) -> st
 @pytest.mark.slow
 @fault("G110")
 def test_g110_segment_parallelism_is_rejected(ranks: ForkServer, tmp_path: Path) -> Seen:
-    # Where this fails because the losses agree, PaddleFormers trains segments, and they can be supported.
+    # If this fails because the losses agree, PaddleFormers trains segments, and this package can support them.
     (whole,) = stock(ranks, SINGLE, tmp_path / "whole").values[0]
     (cut,) = stock(ranks, TWO, tmp_path / "cut", sep_parallel_size=2).values[0]
     assert abs(whole - cut) > 0.01
@@ -150,7 +150,7 @@ def test_g110_segment_parallelism_is_rejected(ranks: ForkServer, tmp_path: Path)
 @pytest.mark.slow
 @fault("G111")
 def test_g111_context_parallelism_is_rejected(ranks: ForkServer, tmp_path: Path) -> Seen:
-    # Where this fails because a step is made, context parallelism can be tested and supported.
+    # If this fails because a step is trained, context parallelism can be tested and supported.
     sharded = MatrixLayout("sharded", nproc=2, sharding=2)
     found = stock(ranks, sharded, tmp_path / "stock", context_parallel_size=2)
     assert not found.ok

@@ -83,7 +83,7 @@ WRONG = {"sharding-v2": ("llama", tiny.SD2V2), "expert-gradients": ("ernie4_5_mo
 
 
 @pytest.mark.parametrize("patch", WRONG)
-def test_without_its_patch_training_goes_wrong_in_silence(ranks: ForkServer, tmp_path: Path, patch: str) -> None:
+def test_without_its_patch_training_is_silently_wrong(ranks: ForkServer, tmp_path: Path, patch: str) -> None:
     model_type, layout = WRONG[patch]
     kwargs = {"model_type": model_type, "layout": tiny.SINGLE.to_json(), "output_dir": str(tmp_path)}
     (right,) = ranks.run("tests.harness.tiny:train", 1, kwargs).values

@@ -44,7 +44,7 @@ class Recorder(Gate):
     def after(self, operation: Operation) -> None:
         """Take it down."""
         path = os.path.relpath(operation.path, self.root)
-        # What is above the directory was on the device before the run began.
+        # Parents of the directory were on the device before the run began.
         if operation.kind != "look" and not path.startswith(".."):
             other = os.path.relpath(operation.other, self.root) if operation.other else ""
             self.operations.append(replace(operation, path=path, other=other, data=bytes(operation.data)))

@@ -46,7 +46,7 @@ USUAL = [
 ]
 
 
-def test_a_whole_checkpoint_is_found_after_a_few_accidents_of_every_kind() -> None:
+def test_a_complete_checkpoint_is_found_after_a_few_accidents_of_every_kind() -> None:
     found = sweep.run([usual.kind for usual in USUAL], 1, EVERY, workers=1)
     for usual, tally in zip(USUAL, found.values(), strict=True):
         assert not tally.lost, "\n\n".join(tally.lost[:5])
@@ -56,7 +56,7 @@ def test_a_whole_checkpoint_is_found_after_a_few_accidents_of_every_kind() -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("usual", USUAL, ids=lambda usual: usual.kind)
-def test_a_whole_checkpoint_is_found_whatever_happens(usual: Usual) -> None:
+def test_a_complete_checkpoint_is_found_whatever_happens(usual: Usual) -> None:
     tally = sweep.run([usual.kind], 0 if ALL else usual.each)[usual.kind]
     assert not tally.lost, "\n\n".join(tally.lost[:5])
     assert tally.instants >= usual.instants

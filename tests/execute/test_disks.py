@@ -240,7 +240,7 @@ def test_every_disk_gets_the_files_of_its_ranks_and_all_that_is_small(
 
 @pytest.mark.parametrize("leads", [(0, 0), (0, 1), (0, 1, 0, 3), (0, 1, 1, 1)])
 @pytest.mark.parametrize("max_shard_bytes", [4000, 10**9])
-def test_an_export_lies_whole_on_the_first_disk(
+def test_an_export_is_complete_on_the_first_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: tuple[int, ...], max_shard_bytes: int
 ) -> None:
     monkeypatch.setattr(stream, "ROUND_BYTES", 3000)  # In more and smaller batches.

@@ -48,7 +48,7 @@ FILES[("qwen3_5_moe", False)] = "../qwen3_5/modeling.py"  # Its class is that of
 MACRO = "_register_fused_in_proj_macro"
 """The function by which Qwen 3.5 teaches Paddle's engine a fused layout."""
 
-# What these functions use of their module. No model here has windows.
+# The module globals that these functions use. No model here has windows.
 SCOPE = {"math": math, "is_layer_window_attention": lambda *_: False}
 
 

@@ -135,7 +135,7 @@ GRIDS = (
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model_type", ["llama", ERNIE, "qwen3_moe", "ernie4_5_moe_vl"])
-def test_every_tensor_is_held_whole_and_once(model_type: str, dtype: str, grid: str) -> None:
+def test_every_tensor_element_is_held_exactly_once(model_type: str, dtype: str, grid: str) -> None:
     if "ep=" in grid and model_type == "llama":
         model_type = "qwen2_moe"
     family = family_for({"model_type": model_type})

@@ -40,7 +40,7 @@ def table(log: str) -> dict[str, tuple[str, str]]:
 
 # Layouts alone are no change: test_ema.py.
 @on_ranks(layout=DP2)
-def test_what_changes_the_meaning_of_weights_is_refused_or_in_the_table(tmp_path: Path) -> None:
+def test_changes_of_the_meaning_of_weights_are_rejected_or_listed(tmp_path: Path) -> None:
     is_first = trained(DP2, tmp_path / "saved", TWO).args.process_index == 0
     for starts_anew in (False, True):
         new = {"ignore_load_lr_and_optim": starts_anew}

@@ -51,7 +51,7 @@ def source_of(ranks: ForkServer, directory: Path, model_type: str) -> tuple[Path
 def tiny_config(model_type: str) -> dict[str, Any]:
     from verification.matrix.tiny import keys
 
-    # What belongs to PaddleFormers and not to the model.
+    # These keys belong to PaddleFormers, not to the model.
     return {key: value for key, value in keys(model_type).items() if key not in ("fuse_rms_norm", "moe_group")}
 
 

@@ -163,7 +163,7 @@ def test_all_faults_are_named_at_once() -> None:
     ],
     ids=["out of the range of the same key here", "contradictions", "the semi-automatic mode"],
 )
-def test_keys_of_paddleformers_are_refused_with_their_names_beside_flex_checkpoint_alone(
+def test_conflicting_keys_of_paddleformers_are_rejected_by_name_only_with_flex_checkpoint(
     table: dict[str, Any], begins: str, beside: dict[str, Any]
 ) -> None:
     for key, value in table.items():
@@ -261,7 +261,7 @@ def test_a_size_is_a_number_with_a_unit_and_of_exported_files_also_a_number() ->
     assert {size: shard_bytes(size) for size in numbers} == numbers
 
 
-def test_what_is_no_size_is_refused_and_a_number_with_a_remark() -> None:
+def test_an_invalid_size_is_rejected_and_a_plain_number_gets_a_hint() -> None:
     for text in ("", "5", "GB", "5 GBs", "five GB", "5,5GB", "9" * 400 + "GB"):
         with pytest.raises(OptionError, match="is not a size"):
             shard_bytes(text)

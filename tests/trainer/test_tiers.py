@@ -78,7 +78,7 @@ def test_the_newest_of_both_tiers_is_resumed(
     assert exchanges is None or (list(warnings), count) == ([[]] * len(ranks), exchanges)
 
 
-def test_a_lost_disk_is_said_once_in_the_same_words_on_all_ranks(tmp_path: Path) -> None:
+def test_a_lost_disk_is_reported_once_and_alike_on_all_ranks(tmp_path: Path) -> None:
     (output,), nodes = places(tmp_path, "output"), places(tmp_path, "a", "b")
     make_checkpoint(output, 3)
     for step in (4, 5):
@@ -302,7 +302,7 @@ def test_a_run_resumes_wherever_its_local_disks_come_back(ranks: ForkServer, tmp
 
 # In make test: test_a_record_that_is_lost_while_a_run_saves_comes_back_and_another_one_ends_the_run.
 @pytest.mark.slow
-def test_a_run_that_loses_a_local_disk_while_it_saves_goes_on_and_resumes(ranks: ForkServer, tmp_path: Path) -> None:
+def test_a_run_that_loses_a_local_disk_during_a_save_continues_and_resumes(ranks: ForkServer, tmp_path: Path) -> None:
     on_local_disks(ranks, tmp_path, (0, 1), "run_and_lose_a_disk", max_steps=7)
     again = on_local_disks(ranks, tmp_path, (0, 1), resume=True, max_steps=8)
     assert len(again.values[0]["losses"]) == 1
@@ -319,7 +319,7 @@ def test_a_save_on_a_signal_is_one_of_output_dir(ranks: ForkServer, tmp_path: Pa
 
 
 @on_ranks(1)
-def test_a_local_tier_that_cannot_be_written_or_that_a_trainer_goes_around_stops_the_training(tmp_path: Path) -> None:
+def test_an_unwritable_or_bypassed_local_tier_stops_the_training(tmp_path: Path) -> None:
     from paddleformers_fc import FlexTrainer
 
     class Around(FlexTrainer):

@@ -34,7 +34,7 @@ def test_a_name_describes_the_layout_of_ranks(name: str, expected: MatrixLayout)
 
 
 @pytest.mark.parametrize("name", ["", "xp2", "tp2+tp2", "sd2v3", "ep2", "vpp2"])
-def test_what_is_no_name_is_refused_with_the_part_that_is_not_understood(name: str) -> None:
+def test_an_invalid_layout_name_is_rejected_with_its_invalid_part(name: str) -> None:
     with pytest.raises(OptionError) as caught:
         parse_layout(name)
     assert repr(name) in caught.value.render()
@@ -73,7 +73,7 @@ def test_a_recipe_is_the_published_matrix_which_is_complete_and_right(name: str,
     assert "wrong" not in page
 
 
-def test_prediction_layers_are_held_where_either_side_is_a_pipeline() -> None:
+def test_prediction_layers_are_not_trained_if_either_side_is_a_pipeline() -> None:
     cells = cells_of(read_recipe(RECIPES / "ernie4_5_moe.yaml"))
     held = {cell.name: cell.hold_predictions for cell in cells}
     assert (held["dp2->pp2"], held["pp2->dp4"], held["dp2->tp4"]) == (True, True, False)
@@ -121,7 +121,7 @@ def test_an_invalid_recipe_is_rejected_with_its_faults(tmp_path: Path, changes: 
         ({"error": "A training failed."}, False),
     ],
 )
-def test_what_is_right_is_decided_by_numbers(changes: dict[str, Any], right: bool) -> None:
+def test_a_cell_is_right_by_its_numbers_alone(changes: dict[str, Any], right: bool) -> None:
     assert msgspec.structs.replace(RIGHT, **changes).right(1e-6) == right
 
 
