@@ -174,7 +174,7 @@ def test_tied_weights_are_read_with_and_without_the_copy_of_the_embedding(tmp_pa
     copies = {**alone, "lm_head.weight": arrays["model.embed_tokens.weight"]}
     for kind, held in (("alone", alone), ("copies", copies)):
         source = write_weights(tmp_path / kind, held, tied)
-        # Stock reads the weight under each of its names.
+        # Stock reads a weight under each of its names.
         for form, tensors in (("flex", alone), ("distcp", copies)):
             assert run("convert", source, tmp_path / f"{kind}-{form}", "--format", form).code == 0
             found = paddleformers_fc.open(tmp_path / f"{kind}-{form}")

@@ -66,7 +66,7 @@ def test_a_document_has_the_documented_keys_and_types(case: str, places: dict[st
     outcome = run(*(part.format(**places) for part in COMMANDS[case]), "--json")
     assert outcome.code == (1 if case == "diff" else 0), outcome.out
     found = msgspec.json.decode(outcome.out, type=DOCUMENTS[case.split()[0]])
-    # Nothing is lost or invented: no key is undocumented, and none is left out.
+    # Every key is documented, and every documented key exists.
     assert msgspec.json.decode(msgspec.json.encode(found)) == outcome.document
 
 
@@ -77,7 +77,7 @@ def test_a_failed_verification_has_its_own_keys_and_those_of_an_error(copy: Path
     assert set(msgspec.json.decode(FlexError("It failed.").to_wire())) == ERROR
 
 
-# Runs the verbs where Paddle cannot be imported.
+# A program that runs commands where Paddle cannot be imported.
 PURE = f"""{WITHOUT_PADDLE}
 import json
 from paddleformers_fc.cli.main import main

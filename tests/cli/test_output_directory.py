@@ -123,7 +123,7 @@ def test_every_removal_is_confirmed(output_dir: Path, monkeypatch: pytest.Monkey
     found = run("clean", output_dir, "--json").document["left"]
     asked = [one["name"] for one in found if one["removable"]]
     one_of_them = "".join("y\n" if name == NOBODYS else "n\n" for name in asked)
-    # An answer that is missing is no answer.
+    # End of input means no.
     answered = [("", 130, set()), ("\n" * 3, 0, set()), (one_of_them, 0, {NOBODYS}), ("y\n" * 2, 0, LEFT)]
     for answers, code, gone in answered:
         monkeypatch.setattr(sys, "stdin", io.StringIO(answers))

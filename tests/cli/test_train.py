@@ -59,7 +59,7 @@ from paddleformers_fc.trainer import register
 
 seen = Trainer.__init__
 Trainer.own_registration = lambda: (__name__, seen)
-runpy.run_path(register.PATH)  # As a file does that registers this package itself.
+runpy.run_path(register.PATH)  # A file that registers this package itself does the same.
 """
 
 

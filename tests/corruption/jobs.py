@@ -204,5 +204,5 @@ def train_as_a_worker(yaml: str, records: str) -> None:
     try:
         run_command_line(yaml)
     except Exception:
-        sys.excepthook(*sys.exc_info())  # As an interpreter does that ends by it.
+        sys.excepthook(*sys.exc_info())  # An interpreter that exits on an error does the same.
         raise

@@ -95,7 +95,7 @@ def error_of_the_command(ranks: ForkServer, model: Path, output: Path, **keys: A
     assert ended.code == 1, ended.printed
     assert ended.error is not None, ended.printed
     assert ended.error.what in ended.printed
-    assert "learning_rate:" not in ended.printed  # No step was made.
+    assert "learning_rate:" not in ended.printed  # No step was trained.
     assert list(output.glob("checkpoint-*")) == []
     assert states(model) == before
     return ended.error

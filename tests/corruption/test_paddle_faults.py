@@ -192,7 +192,7 @@ def test_s17_a_parameter_that_is_not_stored_is_not_filled(ranks: ForkServer, tmp
     stored = {"m.w": tensor([1.0, 1.0]), "m.w_fp32_master_0": tensor([9.0, 9.0])}
     outcomes(ranks, stock.save(tmp_path / "stock", stored, unique_id=1))
     received: set[tuple[float, ...]] = set()
-    # Which of two missing names Paddle looks at first is a matter of chance; looking at the other one it raises.
+    # Paddle visits the two missing names in random order, and raises if it visits the other one first.
     for name in (f"m.b{index}" for index in range(40)):
         wanted = {"m.w": unset(2), "m.master_weights.w": unset(2), name: unset(2)}
         (found,) = outcomes(ranks, stock.load(tmp_path / "stock", wanted))
@@ -283,7 +283,7 @@ def test_s15_replaced_open_weights_are_read_by_their_own_header(ranks: ForkServe
 
     path = tmp_path / "hf/model.safetensors"
     export_checkpoint(ours.save(tmp_path / "checkpoint-3"), path.parent)
-    (path.parent / CHECKSUMS_NAME).unlink()  # As in open weights of another source.
+    (path.parent / CHECKSUMS_NAME).unlink()  # Open weights of other sources have no checksums.
     listed = sorted(one.name for one in path.parent.iterdir())
     target = ours.empty()
     for dtype in (np.float32, np.float16):

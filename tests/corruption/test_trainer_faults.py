@@ -203,7 +203,7 @@ def test_g70_the_newest_checkpoint_that_passes_verification_is_resumed(
     (stock,) = trained(bare_ranks, SINGLE, tmp_path / "stock", True)
     trained(ranks, DP2, tmp_path, arguments=EACH_STEP, ours=True)
     newest = tmp_path / "checkpoint-3"
-    reseal(newest, 1000)  # A block of numbers holds no header.
+    reseal(newest, 1000)  # A block without the header.
     flip(newest / WEIGHTS, (newest / WEIGHTS).stat().st_size // 2)  # A byte of a tensor.
     for found in trained(ranks, DP2, tmp_path, newest, EACH_STEP, ours=True, digests=True):
         assert (found["error"].partition(":")[0], found["changed"]) == ("Corrupt", True)

@@ -114,7 +114,7 @@ def remains(scenario: Scenario, directory: Path) -> list[Remains]:
         disk.play(operation)
         following = operations[at + 1][0].kind if at + 1 < len(operations) else ""
         if following == operation.kind == "write":
-            continue  # Files that are being written are all alike to a power failure.
+            continue  # A power failure treats all files that are being written alike.
         for loss in disk.losses(chance):
             files = disk.after(loss)
             left = Remains(scenario, f"operation {at}, {operation.kind} {operation.path}", allowed, loss, files)

@@ -64,5 +64,5 @@ def test_a_complete_checkpoint_is_found_whatever_happens(usual: Usual) -> None:
     if ALL:
         text = f"{tally.tried:,} {usual.what}, of {tally.instants:,} in {tally.scenarios} scenarios"
         soaked.write(usual.kind, f"{text}; none lost a checkpoint.")
-    else:  # Without the number of instants, which changes with every line of the package.
+    else:  # The number of instants is omitted: it changes with every line of the package.
         observe(usual.kind, tried=tally.tried, scenarios=tally.scenarios)

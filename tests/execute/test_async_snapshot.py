@@ -80,7 +80,7 @@ def saved(directory: Path, grid: str, beside: bool, odd: bool) -> tuple[list[Sav
 def test_a_save_from_a_snapshot_reads_no_live_tensor_and_writes_and_finds_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grid: str, odd: bool
 ) -> None:
-    monkeypatch.setattr(replicas, "WHOLE_BYTES", 512)  # Of larger replicas one part is hashed.
+    monkeypatch.setattr(replicas, "WHOLE_BYTES", 512)  # Only one part of larger replicas is hashed.
     monkeypatch.setattr(save_plan, "MAX_FILE_BYTES", 20_000)
     monkeypatch.setattr(saving, "_PLANS", save_plan.PlanCache())
     (plain, expected), (reports, found) = (

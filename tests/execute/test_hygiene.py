@@ -62,7 +62,7 @@ def traces(*directories: Path) -> Traces:
 def _target(descriptor: str) -> str:
     try:
         target = os.readlink(f"/proc/self/fd/{descriptor}")
-    except FileNotFoundError:  # The one through which the directory was listed.
+    except FileNotFoundError:  # The descriptor that listed the directory.
         return ""
     return "" if target.startswith("/proc/") else target
 
@@ -143,7 +143,7 @@ def test_a_failed_operation_leaves_no_state_and_the_next_one_succeeds(
     place: Path, fail: Callable[[Path], None]
 ) -> None:
     shutil.copytree(place / "checkpoint-3", place / "damaged/checkpoint-3")
-    load(place / "checkpoint-3", RANKS)  # Whatever is made once and kept is made now.
+    load(place / "checkpoint-3", RANKS)  # Caches are filled now.
     before = traces(place)
     for _ in range(2):
         with pytest.raises(FlexError):

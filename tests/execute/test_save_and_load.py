@@ -128,7 +128,7 @@ def test_a_live_model_is_exported_into_the_output_directory_where_that_is_mounte
 def test_an_export_that_is_there_does_not_fail_by_what_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path / "hf" / "checkpoint-3")  # It is written into, for it holds a directory.
+    save(tmp_path / "hf" / "checkpoint-3")  # The export writes into this directory, because it contains another one.
     unlink = os.unlink
 
     def refuse(path: Any) -> None:

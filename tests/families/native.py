@@ -78,7 +78,7 @@ def statements(
     kind = SimpleNamespace(base_model_class=None, base_model_prefix="model", is_fleet=fleet, **attributes)
     kind._checkpoint_conversion_mapping = CONVERSIONS.get(model_type, {})
     kind._tied_weights_keys = ["lm_head.weight"]
-    kind._inject_norm_dtype = lambda *_: None  # Of DeepSeek V3.2: casts of norms.
+    kind._inject_norm_dtype = lambda *_: None  # DeepSeek V3.2 casts its norms.
     kind.get_layer_attn_split_info = functions.get("get_layer_attn_split_info")
     return list(function(kind, _config(config))["aoa_statements"])
 

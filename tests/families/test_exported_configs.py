@@ -69,7 +69,7 @@ def undeclared(source: dict[str, Any], changes: dict[str, list[Any]]) -> list[st
         full, sliding = rotary.get("full_attention", rotary), rotary.get("sliding_attention", {})
         described = {"rope_local_base_freq": sliding.get("rope_theta"), **full}
         declared = {
-            # The declarations of a family: sizes under each of their names, and keys of layers that a class does not build.
+            # A family declares sizes under each of their names, and keys of layers that a class does not build.
             **dict.fromkeys(family_for(source).exported, after),
             # A text has the tie of the whole model: Transformers 4 and PaddleFormers read it there.
             "tie_word_embeddings": source.get("tie_word_embeddings") if path.startswith("text_config.") else None,

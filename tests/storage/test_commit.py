@@ -473,7 +473,7 @@ def test_an_old_checkpoint_with_a_thousand_nested_directories_is_deleted(
     tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(saved)
-    for _ in range(1100):  # Of names this short, so many make a path that the system still takes.
+    for _ in range(1100):  # With names this short, the path length is still valid.
         os.mkdir("a")
         os.chdir("a")
     os.chdir(tmp_path)

@@ -19,7 +19,7 @@ from tests.storage.support import STATE, WEIGHTS, leave, save
 
 def test_the_highest_step_wins_by_number_not_by_text(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path / "gone") == (None, [])
-    (tmp_path / "checkpoint-1").mkdir()  # One that is older is not looked at.
+    (tmp_path / "checkpoint-1").mkdir()  # An older checkpoint is not checked.
     assert newest_checkpoint(tmp_path)[0] is None
     for step in (9, 10, 100, 11):
         save(tmp_path / f"checkpoint-{step}", step)

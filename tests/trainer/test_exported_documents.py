@@ -159,7 +159,7 @@ def test_a_model_that_can_generate_uses_the_settings_that_it_exports() -> None:
     assert model.generation_config.temperature == 0.6
     assert documents.generation_file(model)[documents.GENERATION] == GENERATION
     model.generation_config.temperature = 0.25
-    documents.take_over(model, {}, GENERATION)  # As of a checkpoint that is resumed.
+    documents.take_over(model, {}, GENERATION)  # A resume calls it again.
     assert json.loads(documents.generation_file(model)[documents.GENERATION])["temperature"] == 0.25
 
 

@@ -83,7 +83,7 @@ SEMI_AUTOMATIC: dict[str, Any] = {
 """Values that are refused beside ``enable_auto_parallel: true`` alone."""
 ACCEPTED: dict[str, list[Any]] = {
     "flex_verify": ["off", False, "full"],
-    "flex_check_replicas": [False],  # What YAML makes of off without quotes.
+    "flex_check_replicas": [False],  # YAML parses an unquoted off as false.
     "flex_threads": [1, 256],
     "flex_keep_every": [0, 1000],
     "flex_read": ["once"],
@@ -110,7 +110,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "flex_ckpt_load_num_workers": [1],
     "sharding_machine_balanced_2d_partition": [False],
     "use_reshard_bucketed_broadcast": [False],
-    # Without an effect, and not refused.
+    # These have no effect and are accepted.
     "flex_ckpt_comm_method": ["broadcast"],
 }
 

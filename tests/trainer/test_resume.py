@@ -37,7 +37,7 @@ def test_a_run_starts_from_the_beginning_where_nothing_was_saved_and_resumes_whe
     with pytest.raises(NotACheckpoint) as caught:
         require_newest(Search(tmp_path, LocalChannel(), pytest.fail))
     assert caught.value.where == str(tmp_path)
-    (tmp_path / "checkpoint-4").mkdir()  # What is empty is nothing.
+    (tmp_path / "checkpoint-4").mkdir()  # An empty directory is no checkpoint.
     warnings: list[str] = []
     search = Search(tmp_path, LocalChannel(), warnings.append)
     assert newest_or_begin(search) is None
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_only_another_disk_has_is_newer(tmp_path: Path) -> Non
     # Two listings, the first with the metadata of step 5, and two exchanges for each checkpoint. Two more ask for the
     # metadata of step 7: the coordinator has none. The other disk reads who saved it.
     assert exchanges == 2 + 2 + 2 + 2 + 1
-    shutil.rmtree(outputs[0])  # The disk is replaced by a fresh one.
+    shutil.rmtree(outputs[0])  # The disk is replaced by an empty one.
     together(outputs, 5)
 
 

@@ -160,7 +160,7 @@ def test_a_shielded_worker_ends_if_its_parent_ends_it(tmp_path: Path, handles: b
     worker.start()
     shield.deactivate()
     wait_for_file(tmp_path / "waiting")
-    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # Not the parent.
+    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # The sender must not be the parent.
     pause()
     assert worker.is_alive()
     worker.terminate()

@@ -83,7 +83,7 @@ def test_a_lost_disk_is_reported_once_and_alike_on_all_ranks(tmp_path: Path) -> 
     make_checkpoint(output, 3)
     for step in (4, 5):
         weights = make_checkpoint(nodes[0], step) / "model_state" / "rank-00000.safetensors"
-        weights.unlink()  # It is that of the other node.
+        weights.unlink()  # It belongs to the other node.
     found, (warnings, _) = choose([output] * 2, [nodes[0], nodes[0].parent / "b"])
     assert found == [output / "checkpoint-3"] * 2
     said = [[line.replace(str(node), "") for line in lines] for node, lines in zip(nodes, warnings, strict=True)]

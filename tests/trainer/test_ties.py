@@ -52,7 +52,7 @@ def refuse_and_choose(output_dir: Path) -> list[Any]:
     return [first["copies"], [*again["copies"].values()], said]
 
 
-# A whole checkpoint before it stays whatever is rotated: tests/corruption/test_several_ranks.py.
+# Rotation keeps a complete checkpoint: tests/corruption/test_several_ranks.py.
 def test_a_diverged_checkpoint_needs_a_chosen_stage_and_is_never_the_newest(ranks: ForkServer, tmp_path: Path) -> None:
     values = run_on_ranks(ranks, 2, refuse_and_choose, output_dir=tmp_path)
     copy = {name: bits for held, *_ in values for name, bits in held.items()}

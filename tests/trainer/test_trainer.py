@@ -294,7 +294,7 @@ def test_a_run_resumes_in_its_epoch_and_saves_what_it_would_have(
     names = {int(path.name.rpartition("-")[2]) for path in (tmp_path / "whole").glob("checkpoint-*")}
     for (step, position), again in zip(steps.items(), resumed, strict=True):
         assert how_far(tmp_path / "whole", step)[1]["position"].items() >= position.items()
-        losses = [loss for loss in again["losses"] if loss]  # An end without a step logs a zero.
+        losses = [loss for loss in again["losses"] if loss]  # A run without a step logs a zero loss at its end.
         assert {**again, "losses": losses} == {**whole, "losses": whole["losses"][step:]}
         later, there = sorted(name for name in names if name > step), tmp_path / f"from-{step}"
         assert {path.name for path in there.glob("*")} == {f"checkpoint-{one}" for one in later}
@@ -462,7 +462,7 @@ def test_states_of_fused_parameters_are_saved_and_loaded_by_parameter(
     [
         (SD2V1, "stage1_tensor_fusion"),
         (bf16(SD2V1), "stage1_tensor_fusion"),
-        # Gradients are fused while they travel.
+        # Gradients are fused for communication.
         pytest.param(bf16(SD2V1), "stage1_overlap", marks=pytest.mark.slow),
         # States do not exist before the first step.
         pytest.param(bf16(PP2SD2V2), "pp_sharding_comm_overlap", marks=pytest.mark.slow),
@@ -484,7 +484,7 @@ def test_the_loss_scaler_of_a_run_continues_where_it_was(layout: MatrixLayout, t
     given: dict[str, Any] = {"layout": layout, "arguments": SIX_STEPS}
     whole = run_with_scaler(1024.0, output_dir=tmp_path / "whole", **given)
     assert whole["scaler"]["scale"] == 1024 * 2**3
-    # Half way to the next doubling, and from another scale than the one that it is made with.
+    # Half way to the next doubling, with a scale other than the initial one.
     again = run_with_scaler(2.0, str(tmp_path / "whole/checkpoint-3"), output_dir=tmp_path / "again", **given)
     assert again == {"scaler": whole["scaler"], "losses": whole["losses"][3:]}
 

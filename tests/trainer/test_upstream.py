@@ -278,7 +278,7 @@ def test_an_unknown_version_is_refused_before_a_process_group_exists_unless_it_i
 # ---- Loops that go around.
 
 
-# One that goes around a save: tests/corruption/test_several_ranks.py.
+# A save that bypasses this package: tests/corruption/test_several_ranks.py.
 @pytest.mark.parametrize(("method", "way"), [("train", "subclass"), ("_inner_training_loop", "installed")])
 @on_ranks(layout=SINGLE)
 def test_a_training_loop_that_bypasses_this_package_stops(
