@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
-from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest
-from tests.execute.simulated import canonical, save
 from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import DP2, MatrixLayout
 from tests.trainer.jobs import flex_trainer
 from verification.forkserver import ForkServer
 
 STEPS = {"save_steps": 1, "save_total_limit": 2, "logging_steps": 1}
-RANKS, OLDER = 4, 8
 SLOW = {"FLEX_SLOW_MS": "1", "FLEX_SLOW_STALE_MS": "3000"}
 
 
@@ -53,40 +49,3 @@ def test_a_run_on_slow_disks_rotates_and_resumes(expected: list[float], slow_ran
     assert names(output_dir) == ["checkpoint-3", "checkpoint-4"]
     run_on_ranks(slow_ranks, DP2.nproc, train, **given, steps=6, expected=expected[4:])
     assert names(output_dir) == ["checkpoint-5", "checkpoint-6"]
-
-
-def count_opening(checkpoint: Path, counts: Path) -> None:
-    """Open a checkpoint, and count the calls of this rank on its metadata."""
-    import paddle.distributed as dist
-
-    from paddleformers_fc.distributed.channel import job_channel
-    from paddleformers_fc.execute.opening import open_on_all_ranks
-    from paddleformers_fc.trainer.resume import saved_in
-
-    dist.init_parallel_env()
-    channel = job_channel()
-    os.environ.update({"FLEX_SLOW_ROOT": str(checkpoint.parent), "FLEX_SLOW_COUNT": str(counts / str(channel.rank))})
-    try:
-        open_on_all_ranks(checkpoint, channel, "full")
-        saved_in({"": checkpoint.parent}, channel)
-    finally:
-        del os.environ["FLEX_SLOW_COUNT"]
-
-
-@pytest.mark.parametrize("shards", [2, 32])
-def test_opening_calls_once_for_each_file_of_a_rank(slow_ranks: ForkServer, tmp_path: Path, shards: int) -> None:
-    checkpoint, counts = tmp_path / "run/checkpoint-3", tmp_path / "counts"
-    counts.mkdir()
-    checkpoint.parent.mkdir()
-    save(checkpoint, canonical(), 1, shards)
-    files = len(read_manifest(checkpoint).files)
-    for step in range(10, 10 + OLDER):
-        older = checkpoint.with_name(f"checkpoint-{step}")
-        older.mkdir()
-        shutil.copy(checkpoint / MANIFEST_NAME, older)
-    run_on_ranks(slow_ranks, RANKS, count_opening, checkpoint=checkpoint, counts=counts)
-    coordinator, *others = ((counts / str(rank)).stat().st_size for rank in range(RANKS))
-    share = -(-files // RANKS)
-    # The coordinator reads the other manifests; the other ranks find out which entries are directories.
-    assert coordinator <= share + 20 + 4 * OLDER
-    assert max(others) <= share + 8 + OLDER
