@@ -312,15 +312,15 @@ def test_a_save_that_was_cleaned_away_before_it_had_its_lock_starts_again(
     assert names_in(tmp_path) == ["checkpoint-5"]
 
 
-# ---- Leftovers of crashes.
+# ---- Stale staging directories after crashes.
 
 HOLD = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from paddleformers_fc.storage.commit import staging_directory
 with staging_directory(Path(sys.argv[1])) as staging:
     print(staging.path.name, flush=True)
-    time.sleep(600)
+    signal.pause()
 """
 
 
