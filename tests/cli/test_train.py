@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -123,15 +123,7 @@ def test_a_killed_rank_is_listed_with_its_signal_and_the_step_to_resume(tmp_path
     assert lines[-1] == "  next: run the same command again; it resumes at step 3"
 
 
-@pytest.fixture
-def heeding() -> Iterator[None]:
-    """A process that an interrupt interrupts; a shell may start those in its background so that they ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heeding")
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("name", "code", "forwarded"), [("SIGTERM", 143, None), ("SIGTERM", 143, "SIGTERM"), ("SIGINT", 130, "SIGTERM")]
 )

@@ -499,14 +499,6 @@ def test_no_thread_begins_another_task_after_one_has_failed() -> None:
     assert drawn == [None]
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Python's own way with an interrupt; a process that a shell has started in the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible", "nothing_left")
 @pytest.mark.parametrize("threads", [1, 4])
 def test_an_interrupt_joins_threads_and_closes_files(tmp_path: Path, threads: int) -> None:
