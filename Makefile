@@ -34,7 +34,7 @@ help:
 	@echo "make test-gpu the tests of device memory on a GPU, by an environment that has one: PYTHON=python"
 	@echo "make test-nlp the tests of PaddleNLP's Trainer, in $(NLP_VENV), which it makes (Python 3.11)"
 	@echo "make stats    lines of code, tests and documents by package, and the imports between packages"
-	@echo "make matrix   the verification matrices again: tables and pictures in docs/results"
+	@echo "make matrix   the verification matrices again: tables in docs/results"
 	@echo "make verification-long  50 steps, then 200 under other layouts: losses, exports, a picture"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make docs     the documents as a site in site/, which needs no network"
@@ -124,12 +124,10 @@ semi-auto: $(STAMP)
 mutants: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py
 
-# Documents are also chosen by coverage where atheris is installed: $(BIN)/pip install atheris
 soak: $(STAMP)
 	@FLEX_MUTATIONS=10000 $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 tests/corruption/test_mutations.py
 	@FLEX_ALL_INSTANTS=1 $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 -o timeout=7200 tests/crash/test_sweeps.py
 	@FLEX_HOSTILE=3000 FLEX_HOSTILE_SEED=2 $(BIN)/python -m pytest -q -s -o faulthandler_timeout=0 tests/corruption/test_hostile_documents.py
-	@$(BIN)/python -m tests.corruption.guided
 
 # PyTorch takes part where it is installed, or from a directory of its own: pip install --target DIR torch==2.13.0, TORCH=DIR
 bench: $(STAMP)
@@ -146,7 +144,6 @@ bench-mapping: $(STAMP)
 bench-planning: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/planning.py --write docs/results/planning-performance.md
 
-# `$(BIN)/python -m verification.scale --before` keeps the counts that later ones are compared with.
 scale: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m verification.scale
 

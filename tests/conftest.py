@@ -2,7 +2,7 @@
 
 from hypothesis import HealthCheck, settings
 
-from tests.harness.fixtures import bare_ranks, patient_ranks, ranks
+from tests.harness.fixtures import bare_ranks, interruptible, patient_ranks, ranks
 from tests.storage.buckets import bucket, s3
 
 pytest_plugins = ["tests.harness.sampling", "tests.harness.ordering"]
@@ -10,4 +10,4 @@ pytest_plugins = ["tests.harness.sampling", "tests.harness.ordering"]
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
 
-__all__ = ["bare_ranks", "bucket", "patient_ranks", "ranks", "s3"]
+__all__ = ["bare_ranks", "bucket", "interruptible", "patient_ranks", "ranks", "s3"]

@@ -111,7 +111,7 @@ def test_tensors_are_read_bitwise_under_every_layout_and_format(saved: Path, tmp
             assert checkpoint.read(name).tobytes() == values.tobytes()
 
 
-def test_a_box_is_the_same_numbers_as_the_slice_of_the_whole_tensor(saved: Path) -> None:
+def test_a_box_equals_the_slice_of_the_tensor(saved: Path) -> None:
     checkpoint = paddleformers_fc.open(saved / "four")
     for one in checkpoint.tensors():
         box = tuple(slice(length // 3, max(length - 1, length // 3)) for length in one.shape)

@@ -208,7 +208,7 @@ def test_every_command_of_a_page_runs(page: Path, workplace: Path, monkeypatch: 
             _shell(command, workplace)
 
 
-def test_what_other_tests_run_is_on_a_page_and_in_their_files() -> None:
+def test_examples_run_by_other_tests_are_on_a_page_and_in_their_files() -> None:
     commands = [command for page in PAGES for command, _ in _commands(page)]
     assert not [part for part in ELSEWHERE if not any(part in command for command in commands)]
     for test in ELSEWHERE.values():

@@ -36,7 +36,7 @@ def test_a_tensor_with_a_name_of_50_mb_is_refused_on_every_rank_in_an_error_that
         assert max(len(error.to_wire()), len(str(error))) < 3 * LONGEST_LINE
 
 
-def test_what_another_rank_sends_is_bounded_too() -> None:
+def test_errors_of_other_ranks_are_bounded_too() -> None:
     wire = {"error": "Corrupt", "what": "w" * LONG, "where": "w" * LONG, "evidence": ["e" * LONG], "next_step": ""}
     assert longest(from_wire(json.dumps(wire))) <= LONGEST_LINE
     report = Report()
@@ -44,7 +44,7 @@ def test_what_another_rank_sends_is_bounded_too() -> None:
     assert len(msgspec.msgpack.encode(report)) < 2 * LONGEST_LINE
 
 
-def test_evidence_is_bounded_as_a_whole_and_states_what_was_left_out() -> None:
+def test_evidence_is_bounded_in_total_and_counts_omitted_lines() -> None:
     lines = [f"{number:06d} {'x' * 93}" for number in range(50_000)]
     error = FormatError("Many.", evidence=lines)
     assert sum(map(len, error.evidence)) <= MOST_EVIDENCE
@@ -54,7 +54,7 @@ def test_evidence_is_bounded_as_a_whole_and_states_what_was_left_out() -> None:
 
 
 @pytest.mark.parametrize("length", [LONGEST_LINE - 1, LONGEST_LINE, LONGEST_LINE + 1, 3 * LONGEST_LINE])
-def test_a_line_is_kept_whole_or_by_both_its_ends_and_stays_so_on_its_way(length: int) -> None:
+def test_a_long_line_keeps_both_ends_and_is_not_cut_again_when_sent(length: int) -> None:
     text = "begin" + "." * (length - 8) + "end"
     error = FlexError(text, evidence=[text])
     assert (error.what == text) == (length <= LONGEST_LINE)

@@ -18,7 +18,7 @@ PURE = ("errors", "text", "mapping", "aoa", "families", "layout", "formats", "pl
 
 LINT = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
 
-# Imports each module named on the command line where Paddle cannot be imported.
+# A program that imports the named modules where Paddle cannot be imported.
 PURE_MODULES = f"""{WITHOUT_PADDLE}
 import importlib
 

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paddleformers_fc.distributed.channel import Bytes, Channel, CollectiveChannel
+from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.errors import FlexError, PeerError
 from paddleformers_fc.execute.digest import TensorDigest
 from paddleformers_fc.execute.export import export_checkpoint
@@ -35,6 +35,7 @@ from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.simulate import SimulatedModel
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from verification.digests import canonical_digests, unequal_tensors
+from verification.thread_ranks import job
 
 Array = np.ndarray[Any, Any]
 Roles = dict[str, dict[str, "SimulatedWeight"]]
@@ -300,40 +301,6 @@ def _zeros(role: str, shard: Shard) -> Array:
     return np.zeros(shard.global_shape, to_numpy(to_safetensors(shard.dtype)))
 
 
-@dataclass
-class _Table:
-    """The messages that the threads of one job exchange."""
-
-    given: list[Any]
-    barrier: threading.Barrier
-
-    def meet(self, rank: int, thing: Any) -> list[Any]:
-        """Return the messages of every rank, by rank."""
-        self.given[rank] = thing
-        self.barrier.wait()
-        everyone = list(self.given)
-        self.barrier.wait()
-        return everyone
-
-
-class _ThreadChannel(CollectiveChannel):
-    """A rank's channel to the other threads."""
-
-    def __init__(self, table: _Table, rank: int) -> None:
-        super().__init__(rank, len(table.given))
-        self.table = table
-
-    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
-        """Return the maximum over all ranks."""
-        united: Bytes = np.maximum.reduce(self.table.meet(self.rank, array.copy()))
-        return united
-
-    def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """Return the messages of some ranks for this one."""
-        everyone = self.table.meet(self.rank, dict(outgoing))
-        return {rank: everyone[rank][self.rank] for rank in sizes}
-
-
 def run_threads(ranks: int, work: Callable[[Channel], None]) -> None:
     """Run work on so many ranks, each a thread.
 
@@ -343,24 +310,12 @@ def run_threads(ranks: int, work: Callable[[Channel], None]) -> None:
     Raises:
         FlexError: the error of a rank. A rank that raises anything outside an exchange ends the job for all.
     """
-    table = _Table([None] * ranks, threading.Barrier(ranks))
-    raised: list[Exception] = []
-
-    def run(rank: int) -> None:
-        try:
-            work(_ThreadChannel(table, rank))
-        except threading.BrokenBarrierError:
-            pass  # Another rank has failed and reports the error.
-        except Exception as error:  # It is raised by the caller; here it would end a thread alone.
-            raised.append(error)
-            table.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in raised:
-        if isinstance(error, FlexError):
-            raise error
-        raise PeerError(f"A simulated rank failed: {type(error).__name__}: {error}") from error
+    raised = [outcome for outcome in job(ranks, work) if isinstance(outcome, Exception)]
+    if not raised:
+        return
+    # Ranks that waited for the one that failed report a broken barrier.
+    broken = threading.BrokenBarrierError
+    error = min(raised, key=lambda one: isinstance(one, broken) or isinstance(one.__cause__, broken))
+    if isinstance(error, FlexError):
+        raise error
+    raise PeerError(f"A simulated rank failed: {type(error).__name__}: {error}") from error

@@ -150,7 +150,9 @@ SILENT: list[tuple[list[str], Shapes, Shapes, Shapes, str]] = [
 
 
 @pytest.mark.parametrize("case", SILENT, ids=[" ; ".join(case[0]) for case in SILENT])
-def test_what_paddle_passes_over_in_silence_is_refused(case: tuple[list[str], Shapes, Shapes, Shapes, str]) -> None:
+def test_statements_that_paddle_silently_ignores_are_rejected(
+    case: tuple[list[str], Shapes, Shapes, Shapes, str],
+) -> None:
     statements, left_shapes, right_shapes, cuts, cause = case
     left, right = side(left_shapes), side(right_shapes, cuts)
     stock.plan(statements, left, right)
@@ -181,7 +183,7 @@ def test_all_statements_are_reported_in_their_order_and_repetitions_are_counted(
     assert "(2 times, for different numbers)" in error.evidence[0]
 
 
-def test_a_name_that_a_faulty_statement_may_have_meant_to_assign_is_passed_over() -> None:
+def test_a_target_of_a_faulty_statement_is_not_reported_as_missing() -> None:
     error = refusal("a -> t.0, axi=1", "t.0 -> c", "u.0 -> c")
     assert len(error.evidence) == 2
     assert "`u.0` is not a tensor" in error.evidence[1]
@@ -207,7 +209,7 @@ def test_equal_names_of_unequal_shape_or_dtype_are_named() -> None:
     assert "src_dtype='float32', dst_dtype='bfloat16'" in str(caught.value)
 
 
-def test_what_nothing_fills_and_what_nothing_reads_is_left_to_the_proof() -> None:
+def test_unfilled_targets_and_unread_sources_are_left_to_the_proof() -> None:
     mapping = parse(["a -> c"], side({"a": (2,), "b": (2,)}), side({"c": (2,), "d": (2,)}))
     with pytest.raises(MappingError) as caught:
         prove(mapping)

@@ -150,7 +150,7 @@ def test_the_right_side_follows_from_the_statements_where_it_is_not_known(form: 
     assert {name: spec.shape for name, spec in mapping.targets.items()} == right_shapes
 
 
-def test_a_cast_to_the_dtype_that_is_there_is_none() -> None:
+def test_a_cast_to_the_same_dtype_does_nothing() -> None:
     mapping = parse(["a -> b, dtype='float32'"], side({"a": (2,)}), side({"b": (2,)}))
     prove(mapping)
     assert [item.cast for item in mapping.correspondences] == [None]
@@ -173,7 +173,7 @@ def test_a_cast_is_the_one_that_paddle_makes(dtypes: tuple[str, str], statement:
     assert back.cast == dtypes[0]
 
 
-def test_whatever_is_proved_paddle_moves_in_the_same_way_or_refuses_aloud() -> None:
+def test_paddle_executes_every_proved_mapping_alike_or_raises() -> None:
     compared: list[Program] = []
 
     @thorough(250)

@@ -18,11 +18,11 @@ import yaml
 
 from paddleformers_fc.cli.main import main
 from paddleformers_fc.distributed.channel import ALONE
-from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.trainer import tiers
-from tests.execute.simulated import CONFIG, HIDDEN, INTERMEDIATE, VOCABULARY, Arrays, live, succeed
+from tests.execute.simulated import CONFIG, HIDDEN, INTERMEDIATE, VOCABULARY, Arrays, Roles, attempt_save, live
 from tests.harness.sealing import reseal
+from tests.storage.support import flip as flip
 
 STEP = 3
 SIZES = {
@@ -89,14 +89,11 @@ def save(
 ) -> Path:
     """Save a checkpoint as ``tp * sharded`` ranks; its directory."""
 
-    def work(channel: Any) -> None:
-        held = {role: names for role, names in live(arrays, tp, channel.rank, sharded=sharded).items() if role in roles}
-        files = {"config.json": config_bytes(config)} if channel.rank == 0 else {}
-        save_checkpoint(
-            directory, held, ModelDescription(config), files, JobRecord(STEP, STEP * 8, {"tp": tp, "pp": 1}), channel
-        )
+    def held(rank: int) -> Roles:
+        return {role: names for role, names in live(arrays, tp, rank, sharded=sharded).items() if role in roles}
 
-    succeed(tp * sharded, work)
+    described, parallel = ModelDescription(config), {"tp": tp, "pp": 1}
+    attempt_save(directory, held, tp * sharded, described=described, step=STEP, parallel=parallel).results()
     return directory
 
 
@@ -110,13 +107,6 @@ def alter(path: Path) -> None:
     raw = path.read_bytes()
     at = max(found.start() for found in re.finditer(rb"[0-9]", raw))
     path.write_bytes(raw[:at] + (b"1" if raw[at : at + 1] != b"1" else b"2") + raw[at + 1 :])
-
-
-def flip(path: Path, position: int) -> None:
-    """Change one bit of the byte at this position."""
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
 
 
 def config(directory: Path, **keys: Any) -> Path:

@@ -71,7 +71,7 @@ def test_open_weights_of_every_family_are_equal_after_flex_and_back(family: Fami
         assert opened.diff(paddleformers_fc.open(back)).equal
 
 
-def test_a_flex_checkpoint_becomes_one_of_whole_tensors_in_files_of_bounded_size(four: Path, tmp_path: Path) -> None:
+def test_a_flex_checkpoint_converts_to_unsharded_tensors_in_files_of_bounded_size(four: Path, tmp_path: Path) -> None:
     found = run("convert", four, tmp_path / "new", "--max-shard-size", "8kB", "--json").document
     assert found["source_format"] == found["format"] == "flex_checkpoint"
     assert found["step"] == 3
@@ -174,7 +174,7 @@ def test_tied_weights_are_read_with_and_without_the_copy_of_the_embedding(tmp_pa
     copies = {**alone, "lm_head.weight": arrays["model.embed_tokens.weight"]}
     for kind, held in (("alone", alone), ("copies", copies)):
         source = write_weights(tmp_path / kind, held, tied)
-        # Stock reads the weight under each of its names.
+        # Stock reads a weight under each of its names.
         for form, tensors in (("flex", alone), ("distcp", copies)):
             assert run("convert", source, tmp_path / f"{kind}-{form}", "--format", form).code == 0
             found = paddleformers_fc.open(tmp_path / f"{kind}-{form}")

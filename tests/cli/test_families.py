@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from paddleformers_fc.families import own_families
 from paddleformers_fc.families.registry import OWN
 from tests.cli.support import run
@@ -28,19 +26,6 @@ def test_llama_is_printed_forward_and_reversed() -> None:
     assert forward.code == reverse.code == 0
     assert f"{layer}^T -> {layer}" in forward.out.splitlines()
     assert f"{layer}^T -> {layer}" in reverse.out.splitlines()
-
-
-@pytest.mark.parametrize("family", [family.name for family in own_families()])
-def test_every_family_is_rendered_or_refused_with_a_reason(family: str) -> None:
-    for options in ((), ("--reverse",)):
-        outcome = run("aoa", family, "--toy", "--tp", 2, *options, "--json")
-        document = outcome.document
-        if outcome.code == 0:
-            assert document["family"] == family
-            assert document["aoa_statements"]
-        else:
-            assert document["error"] == "MappingError"
-            assert document["evidence"]
 
 
 def test_a_models_own_configuration_decides(tmp_path: Path) -> None:

@@ -66,18 +66,18 @@ def test_a_document_has_the_documented_keys_and_types(case: str, places: dict[st
     outcome = run(*(part.format(**places) for part in COMMANDS[case]), "--json")
     assert outcome.code == (1 if case == "diff" else 0), outcome.out
     found = msgspec.json.decode(outcome.out, type=DOCUMENTS[case.split()[0]])
-    # Nothing is lost or invented: no key is undocumented, and none is left out.
+    # Every key is documented, and every documented key exists.
     assert msgspec.json.decode(msgspec.json.encode(found)) == outcome.document
 
 
-def test_a_failed_verification_has_the_keys_of_an_error_beside_its_own(copy: Path) -> None:
+def test_a_failed_verification_has_its_own_keys_and_those_of_an_error(copy: Path) -> None:
     (copy / "config.json").unlink()
     document = run("verify", copy, "--json").document
     assert document.keys() == ERROR | set(DOCUMENTS["verify"].__struct_fields__)
     assert set(msgspec.json.decode(FlexError("It failed.").to_wire())) == ERROR
 
 
-# Runs the verbs where Paddle cannot be imported.
+# A program that runs commands where Paddle cannot be imported.
 PURE = f"""{WITHOUT_PADDLE}
 import json
 from paddleformers_fc.cli.main import main
@@ -86,7 +86,7 @@ codes = [main(command) for command in json.loads(sys.argv[1])]
 print(json.dumps({{"codes": codes, "attempts": attempts}}), file=sys.stderr)
 """
 
-# Prints the modules that one command line imports beside those of the interpreter.
+# A program that runs one command line and prints the modules which it imports.
 IMPORTED = """
 import json, sys
 before = set(sys.modules)

@@ -44,7 +44,7 @@ def test_every_checkpoint_has_its_step_layout_size_and_state(listed_dir: Path, f
     assert "no flex_checkpoint.json" in found["checkpoint-5"]["fault"]
 
 
-def test_the_text_shows_which_are_whole_and_counts_leftovers(listed_dir: Path) -> None:
+def test_the_text_shows_which_checkpoints_are_complete_and_counts_stale_directories(listed_dir: Path) -> None:
     lines = run("list", listed_dir).out.splitlines()
     rows = {line.split()[0]: line for line in lines if line.startswith("  checkpoint-") and ":" not in line.split()[0]}
     assert "tp=2" in rows["checkpoint-3"]
@@ -101,7 +101,7 @@ WHOLE = {"checkpoint-3", "checkpoint-4", ALIVE}
 LEFT = {DEAD, NOBODYS, KEPT}
 
 
-def test_all_leftovers_are_removed_except_checkpoints_and_a_running_save(output_dir: Path) -> None:
+def test_stale_directories_are_removed_but_no_checkpoints_and_no_running_save(output_dir: Path) -> None:
     found = document_of("clean", output_dir, "--yes")
     assert names(output_dir) == WHOLE
     assert {one["name"] for one in found["removed"]} == LEFT
@@ -111,7 +111,7 @@ def test_all_leftovers_are_removed_except_checkpoints_and_a_running_save(output_
     assert read_manifest(output_dir / "checkpoint-4").step == 4
 
 
-def test_json_without_yes_lists_leftovers_and_keeps_them(output_dir: Path) -> None:
+def test_json_without_yes_lists_stale_directories_and_keeps_them(output_dir: Path) -> None:
     found = document_of("clean", output_dir)
     assert found["removed"] == []
     listed = {one["name"]: (one["bytes"] >= 3, one["removable"]) for one in found["left"]}
@@ -123,7 +123,7 @@ def test_every_removal_is_confirmed(output_dir: Path, monkeypatch: pytest.Monkey
     found = run("clean", output_dir, "--json").document["left"]
     asked = [one["name"] for one in found if one["removable"]]
     one_of_them = "".join("y\n" if name == NOBODYS else "n\n" for name in asked)
-    # An answer that is missing is no answer.
+    # End of input means no.
     answered = [("", 130, set()), ("\n" * 3, 0, set()), (one_of_them, 0, {NOBODYS}), ("y\n" * 2, 0, LEFT)]
     for answers, code, gone in answered:
         monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
@@ -152,7 +152,7 @@ def test_a_save_that_begins_during_a_cleanup_is_kept(output_dir: Path) -> None:
         assert DEAD not in names(output_dir)
 
 
-def test_inspect_lists_checkpoints_and_leftovers(output_dir: Path) -> None:
+def test_inspect_lists_checkpoints_and_stale_directories(output_dir: Path) -> None:
     (output_dir / "checkpoint-3").rename(output_dir / "checkpoint-5")
     document = run("inspect", output_dir, "--json").document
     assert document["kind"] == "output_directory"

@@ -107,7 +107,7 @@ def test_an_error_ends_the_display_and_the_count() -> None:
     assert "flex-progress" not in {thread.name for thread in threading.enumerate()}
 
 
-# Interrupts itself once bytes of the export are written, as Ctrl-C does.
+# A program that interrupts itself, like Ctrl-C, once the export has written bytes.
 INTERRUPTED = """
 import os, signal, sys
 from paddleformers_fc.execute import export_files

@@ -70,11 +70,6 @@ def test_a_key_that_replaces_a_merged_one_is_not_a_duplicate(tmp_path: Path) -> 
     assert read_settings(path) == yaml.safe_load(path.read_text())
 
 
-def test_a_fault_of_an_override_is_reported_with_its_key() -> None:
-    with pytest.raises(OptionError, match='in "max_steps", line 1'):
-        parse_overrides(["max_steps=[3"])
-
-
 def test_numbers_with_an_exponent_are_numbers_in_overrides_as_for_paddleformers() -> None:
     given = {"learning_rate": "1e-5", "weight_decay": "2E3", "min_lr": "1.0e1", "adam_epsilon": "-1e-8"}
     given |= {"run_name": "1e-5x", "max_grad_norm": "1.5", "num_train_epochs": "3", "b": "true", "c": "x=y", "d": ""}
@@ -167,7 +162,7 @@ REFUSED = [
     ("output_dir='';flex_checkpoint=false", "path of a directory is empty"),
     ("custom_register_path=nowhere.py", "custom_register_path: nowhere.py does not exist"),
     ("max_steps;=3;save_steps=1", "- 'max_steps'\n  - '=3'\n"),
-    ("max_steps=[3", "The value of an override is not valid YAML."),
+    ("max_steps=[3", 'in "max_steps", line 1'),
     ("flex_verfy=full", "flex_verfy: is flex_verify meant?"),
     ("FLEX_VERIFY=full", "FLEX_VERIFY: is flex_verify meant?"),
     ("save_total_limt=2", "save_total_limt: is save_total_limit meant?"),
@@ -305,7 +300,7 @@ def test_a_path_of_another_user_is_refused_with_the_next_step(closed: Path) -> N
         assert caught.value.next_step == "Give this user permission for this path, or choose another path."
 
 
-def test_a_checkpoint_to_resume_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkpoint_to_resume_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, other = Path(model_of(tmp_path / "weights")), tmp_path / "all/runs/one/checkpoint-3"
     assert "contains open weights" in fault(tmp_path, f"resume_from_checkpoint={weights}")
     assert f"{weights}x does not exist" in fault(tmp_path, f"resume_from_checkpoint={weights}x")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ from paddleformers_fc.trainer import register
 
 seen = Trainer.__init__
 Trainer.own_registration = lambda: (__name__, seen)
-runpy.run_path(register.PATH)  # As a file does that registers this package itself.
+runpy.run_path(register.PATH)  # A file that registers this package itself does the same.
 """
 
 
@@ -123,15 +123,7 @@ def test_a_killed_rank_is_listed_with_its_signal_and_the_step_to_resume(tmp_path
     assert lines[-1] == "  next: run the same command again; it resumes at step 3"
 
 
-@pytest.fixture
-def heeding() -> Iterator[None]:
-    """A process that an interrupt interrupts; a shell may start those in its background so that they ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heeding")
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("name", "code", "forwarded"), [("SIGTERM", 143, None), ("SIGTERM", 143, "SIGTERM"), ("SIGINT", 130, "SIGTERM")]
 )
@@ -466,7 +458,7 @@ def test_an_error_of_this_package_is_printed_once(tmp_path: Path, script: Callab
 def test_an_error_that_paddleformers_wraps_is_a_document_under_json(
     ranks: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What custom_register_path raises before this package is registered cannot be seen, so it registers first.
+    # Errors of custom_register_path before this package is registered are invisible, so it registers first.
     own = f"{OWN}\nfrom paddleformers_fc.trainer.register import register\nregister()\nfail()\n"
     (tmp_path / "own.py").write_text(own)
     path = config(tmp_path, device="cpu", custom_register_path=str(tmp_path / "own.py"))

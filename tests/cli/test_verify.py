@@ -36,7 +36,7 @@ def failed_check(document: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("level", DEPTHS)
-def test_a_whole_checkpoint_passes_at_every_level(four: Path, level: str) -> None:
+def test_a_complete_checkpoint_passes_at_every_level(four: Path, level: str) -> None:
     outcome = run("verify", four, "--level", level, "--json")
     document = outcome.document
     assert (outcome.code, document["passed"], document["level"]) == (0, True, level)
@@ -211,7 +211,7 @@ def test_tied_tensors_are_compared(tmp_path: Path) -> None:
     right = run("verify", save(tmp_path / "equal", equal, tp=2, config=config), "--json").document
     # Two tensor-parallel pieces of the weight and of each of its two moments, and its two powers of beta.
     assert (right["passed"], right["checks"][-1]["detail"]) == (True, "8 pairs compared")
-    # What an earlier version saved has no record, and is found by reading.
+    # Checkpoints of earlier versions have no record; reading finds the difference.
     other = save(tmp_path / "unequal", unequal, tp=2, config=config)
     write_manifest(other, structs.replace(read_manifest(other), ties=[]))
     assert run("verify", other, "--level", "size").code == 0
@@ -249,7 +249,7 @@ def test_open_weights_of_transformers_5_are_read_or_recognised(tmp_path: Path, c
         assert "experts in the files" in document["next_step"]
 
 
-def test_checksums_of_an_export_are_compared_and_missing_ones_are_stated(weights_copy: Path) -> None:
+def test_checksums_of_an_export_are_compared_and_missing_ones_are_reported(weights_copy: Path) -> None:
     flip(path := min(weights_copy.glob("*.safetensors")), path.stat().st_size - 1)
     wrong = run("verify", weights_copy, "--json")
     assert (wrong.code, failed_check(wrong.document)) == (1, "checksums")
@@ -328,7 +328,7 @@ def test_the_checkpoints_below_an_output_directory_are_listed(kept: Path, copy: 
     assert len(both.document["below"]) == 2
 
 
-def test_what_is_no_finished_checkpoint_is_refused_as_what_it_is(copy: Path, tmp_path: Path) -> None:
+def test_an_unfinished_checkpoint_is_rejected_as_unfinished(copy: Path, tmp_path: Path) -> None:
     manifest = copy / "flex_checkpoint.json"
     manifest.write_text("{")
     assert "Restore it" in run("verify", copy, "--json").document["next_step"]

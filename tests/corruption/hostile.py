@@ -133,7 +133,7 @@ def judge(outcome: Outcome, work: Callable[[], object]) -> None:
             work()
         except FlexError as error:
             outcome.refused += 1
-            # A report of it is printed or sent on.
+            # Rendering the error must not fail either.
             str(error).encode("utf-8")
             from_wire(error.to_wire())
     except BaseException as error:
@@ -149,7 +149,7 @@ def judge(outcome: Outcome, work: Callable[[], object]) -> None:
 
 
 def _use(checkpoint: Path) -> None:
-    # A forger makes sizes and checksums fit, so they are not looked at here.
+    # An attacker recomputes sizes and checksums, so they are not checked here.
     for _ in canonical_digests(checkpoint, "off", [MODEL_STATE]):
         pass
 
@@ -176,7 +176,7 @@ def _sealed(raw: bytes) -> bytes:
         document.pop("seal", None)
         return sealed(msgspec.convert(document, Manifest))
     except (ValueError, TypeError, AttributeError, RecursionError, msgspec.MsgspecError):
-        return raw  # What has no manifest's form has no seal.
+        return raw  # A document without the form of a manifest has no seal.
 
 
 def _manifest(directory: Path) -> Target:
@@ -247,7 +247,7 @@ def _index(directory: Path) -> Target:
     target = directory.with_name("open-weights")
     if not target.exists():
         export_checkpoint(directory, target, 4096)
-        (target / CHECKSUMS_NAME).unlink()  # With it every change is refused before it is looked at.
+        (target / CHECKSUMS_NAME).unlink()  # Checksums would reject every change before it is read.
     document = json.loads((target / huggingface.INDEX_NAME).read_bytes())
     return Target((document,), _written_to(target, huggingface.INDEX_NAME, bytes))
 
@@ -256,7 +256,7 @@ def _wire(directory: Path) -> Target:
     error = MappingError("what", where="where", evidence=["one", "two"], next_step="next")
 
     def use(raw: bytes) -> None:
-        # What comes over the wire is text already.
+        # Messages of other ranks arrive as text.
         raise from_wire(raw.decode("utf-8", "surrogateescape"))
 
     return Target((json.loads(error.to_wire()),), use)
@@ -523,7 +523,7 @@ def blasts(directory: Path, left_out: Collection[str] = ()) -> dict[str, Outcome
 
 def _bombs(place: Path, names: Sequence[str]) -> dict[str, Outcome]:
     seen: dict[str, Outcome] = {}
-    _stated("a, b -> c, axis=1")  # What is made once is not what is measured.
+    _stated("a, b -> c, axis=1")  # One-time initialization is not measured.
     bound_memory(4 * SPARE_BYTES)
     for name in names:
         print(name, file=sys.stderr, flush=True)

@@ -74,9 +74,7 @@ def train(
         directories: the working directory of each rank, by rank.
         digests: whether the weights are returned, or whether they have changed before an error.
     """
-    from paddleformers.trainer import TrainerCallback
-
-    from tests.trainer.data_jobs import known_samples
+    from tests.trainer.data_jobs import watch_samples
     from tests.trainer.jobs import flex_trainer, weights_of
 
     def held() -> dict[str, str]:
@@ -86,15 +84,9 @@ def train(
         os.chdir(directories[int(os.environ["PADDLE_TRAINER_ID"])])
     trainer: Any = None
     before: dict[str, str] = {}
-    known = known_samples()
     trained: list[int] = []
 
-    class WatchSamples(TrainerCallback):
-        def on_load_data_end(self, args: Any, state: Any, control: Any, inputs: Any = None, **_: Any) -> None:
-            if state.global_step < state.max_steps:
-                trained.extend(known[tuple(row)] for row in inputs["input_ids"].tolist())
-
-    given: dict[str, Any] = {"callbacks": [WatchSamples()]}
+    given: dict[str, Any] = {"callbacks": [watch_samples(trained)]}
     if evaluate:
         given["eval_dataset"] = tiny.Samples()
     try:
@@ -212,5 +204,5 @@ def train_as_a_worker(yaml: str, records: str) -> None:
     try:
         run_command_line(yaml)
     except Exception:
-        sys.excepthook(*sys.exc_info())  # As an interpreter does that ends by it.
+        sys.excepthook(*sys.exc_info())  # An interpreter that exits on an error does the same.
         raise

@@ -69,7 +69,7 @@ def run(directory: Path, seed: int, count: int) -> tuple[str, list[str]]:
         _write(target, {path: files.get(path) for path in change})
     open_flex(target, "full")
     kinds = ", ".join(f"{tried[kind]} {kind}" for kind in sorted(tried))
-    return f"{count:,} mutations (seed {seed}), {count - len(missed):,} refused under `full`: {kinds}.", missed
+    return f"{count:,} mutations (seed {seed}), {count - len(missed):,} rejected under `full`: {kinds}.", missed
 
 
 def _write(directory: Path, change: dict[str, bytes | None]) -> None:
@@ -104,7 +104,7 @@ def _mutations(chance: random.Random, files: Files, stale: Files) -> Iterator[Mu
             yield f"bit flips in {place}", {name: bytes(content)}, (name,)
         name = chance.choice(names)
         size = len(files[name])
-        # Half of them lose a few bytes only, which is what is hardest to see.
+        # Half of them lose only a few bytes, which is hardest to detect.
         kept = chance.randrange(size) if chance.random() < 0.5 else size - chance.randint(1, min(8, size))
         yield "truncations", {name: files[name][:kept]}, (name,)
         name = chance.choice(names)
@@ -117,7 +117,7 @@ def _mutations(chance: random.Random, files: Files, stale: Files) -> Iterator[Mu
         chosen = chance.sample(changed, chance.randint(1, len(changed) - 1))
         named = tuple(changed if MANIFEST_NAME in chosen else chosen)
         yield "sets of stale files", {name: stale[name] for name in chosen}, named
-        # A save with more ranks has left it behind, or somebody has copied it there.
+        # A file of an earlier save with more ranks, or a stray copy.
         source = chance.choice([*weights, "trainer/rng-00000.json"])
         name = re.sub("[0-9]{5}", f"{chance.randint(2, 99999):05d}", source)
         yield "extra files", {name: chance.choice([files, stale])[source]}, (name,)

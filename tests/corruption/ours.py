@@ -13,13 +13,12 @@ from typing import Any
 
 import paddle
 
-from paddleformers_fc.distributed.channel import ALONE, Channel
+from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.load import load_checkpoint, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from paddleformers_fc.families import ModelDescription
-from tests.execute.simulated import MODEL, Arrays, Roles, canonical, live, succeed
+from tests.execute.simulated import MODEL, Arrays, Roles, attempt_save, canonical, live
 
 ARRAYS = canonical()
 OTHER = canonical(seed=1)
@@ -51,12 +50,10 @@ def save(
 ) -> Path:
     """Save a job's weights and AdamW states, or what ``held`` gives for a rank, every rank a thread; the directory."""
 
-    def work(channel: Channel) -> None:
-        roles = held(channel.rank) if held is not None else live(arrays, tp, channel.rank, sharded=sharded)
-        files = {"config.json": config_bytes(described.config)} if channel.rank == 0 else {}
-        save_checkpoint(directory, roles, described, files, JobRecord(3, 24, {"tp": tp}), channel)
+    def layout(rank: int) -> Roles:
+        return live(arrays, tp, rank, sharded=sharded)
 
-    succeed(tp * sharded, work)
+    attempt_save(directory, held or layout, tp * sharded, described=described, parallel={"tp": tp}).results()
     return directory
 
 

@@ -37,7 +37,7 @@ def described(directory: Path) -> tuple[Any, bytes | None]:
 
 @pytest.mark.slow
 @fault("G80")
-def test_g80_an_export_keeps_what_describes_its_source(ranks: ForkServer, tmp_path: Path) -> None:
+def test_g80_an_export_keeps_the_settings_of_its_source(ranks: ForkServer, tmp_path: Path) -> None:
     source, config = source_of(ranks, tmp_path, "llama")
     stock = tmp_path / "stock"
     result = ranks.run("tests.corruption.jobs:export_by_stock", 1, {"source": str(source), "target": str(stock)})
@@ -59,7 +59,7 @@ def test_g81_transformers_builds_an_exported_gpt_oss(ranks: ForkServer) -> None:
 
 
 @fault("G114")
-def test_g114_transformers_reads_the_positions_of_an_exported_vision_language_model(ranks: ForkServer) -> Seen:
+def test_g114_transformers_reads_the_rope_settings_of_an_exported_vision_language_model(ranks: ForkServer) -> Seen:
     name, keys = "qwen3_vl, saved by 5.3.0", ("rope_theta", "mrope_section")
     (stock,) = ranks.run("tests.corruption.jobs:config_by_stock", 1, {"source": SOURCES[name]}).values
     (ours,) = exported(ranks, {name: SOURCES[name]}, kept=True).values()
@@ -88,7 +88,7 @@ SIZES = {
 
 
 @fault("G10")
-def test_g10_layers_are_bound_by_what_the_model_was_built_with(tmp_path: Path) -> None:
+def test_g10_layers_are_mapped_by_the_live_configuration(tmp_path: Path) -> None:
     from paddleformers.transformers.glm4_moe.configuration import Glm4MoeConfig
 
     config = Glm4MoeConfig(**SIZES, num_empty_layers_add_in_head=1, tie_word_embeddings=False)

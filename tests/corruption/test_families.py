@@ -47,7 +47,7 @@ def trained_and_resumed(ranks: ForkServer, output_dir: Path, job: dict[str, Any]
 
 @pytest.mark.slow
 @fault("G113")
-def test_g113_a_save_is_one_that_its_reader_accepts(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_g113_every_save_can_be_loaded(ranks: ForkServer, tmp_path: Path) -> Seen:
     glm_ocr = values_of("glm_ocr", **UNTIED)
     glm4_moe = values_of("glm4_moe", num_nextn_predict_layers=1)
     for name, values, exported in (
@@ -86,7 +86,7 @@ def test_a_trainer_and_a_loop_refuse_every_model_that_does_not_tie_what_its_conf
 
 @pytest.mark.slow
 @fault("G115")
-def test_g115_a_model_that_trains_tied_weights_apart_is_refused(ranks: ForkServer, tmp_path: Path) -> None:
+def test_g115_a_model_that_does_not_tie_its_tied_weights_is_rejected(ranks: ForkServer, tmp_path: Path) -> None:
     job = {"model_type": "qwen2_moe", "values": values_of("qwen2_moe", **TIED)}
     (stock,) = ranks.run(JOB, 1, {**job, "output_dir": str(tmp_path / "stock"), "ours": False}).values
     assert not stock["tied"]

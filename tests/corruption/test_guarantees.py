@@ -1,4 +1,4 @@
-"""The page of guarantees is its text filled, and each row of it has a test."""
+"""``docs/results/guarantees.md`` matches its template, and every row has a test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.corruption import guarantees
 
 
-def test_every_row_has_a_test_every_test_a_row_and_the_document_is_the_text() -> None:
+def test_every_row_has_a_test_every_test_a_row_and_the_page_matches_its_template() -> None:
     for path in Path(__file__).parent.glob("test_*.py"):
         importlib.import_module(f"tests.corruption.{path.stem}")
     rows = re.findall(r"^\| ([A-Z]\d+) \|.*\| `(\w+::\w+)` \|$", "\n".join(guarantees.TEXT), re.MULTILINE)

@@ -93,7 +93,7 @@ def test_pickles_are_refused_and_run_nothing(tmp_path: Path) -> None:
     observe("pickles", program=MAX_PROGRAM_BYTES >> 20, names=", ".join(made))
 
 
-def test_json_is_read_within_the_bounds_that_are_stated() -> None:
+def test_json_is_read_within_the_documented_bounds() -> None:
     observe("json", document=MAX_DOCUMENT_BYTES >> 20, depth=MAX_DEPTH, digits=MAX_DIGITS)
     for depth in (MAX_DEPTH - 1, MAX_DEPTH):
         assert parse_json(b"[" * depth + b"]" * depth) is not None

@@ -68,7 +68,7 @@ def test_t19_a_resume_runs_no_pickle(ranks: ForkServer, tmp_path: Path) -> Seen:
         for step in (1, 2):
             trapped(there / f"checkpoint-{step}", marks)
         ended = trained(ranks, DP2, there, there / "checkpoint-2", {**WORSE_AND_WORSE, "max_steps": 3}, **given)[0]
-        # Which traps have gone off: names of their files.
+        # The files whose pickles were run.
         seen[ours_too] = {path.name.split("-", 2)[-1] for path in marks.iterdir()}, ended
     stock, _ = seen[False]
     found, ended = seen[True]

@@ -17,7 +17,7 @@ from paddleformers_fc.errors import FlexError, StorageError
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from tests.corruption import commands, jobs, ours
-from tests.corruption.guarantees import Seen, fault, refused
+from tests.corruption.guarantees import Seen, fault, raised
 from tests.execute.simulated import Arrays
 from tests.harness.on_ranks import run_on_ranks
 from tests.storage.support import flip
@@ -88,14 +88,14 @@ def states(directory: Path) -> dict[str, tuple[int, bytes]]:
     return found | {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in directory.iterdir()}
 
 
-def refused_by_the_command(ranks: ForkServer, model: Path, output: Path, **keys: Any) -> FlexError:
-    """The error by which the worker of ``train`` ends with nothing touched."""
+def error_of_the_command(ranks: ForkServer, model: Path, output: Path, **keys: Any) -> FlexError:
+    """Return the error with which the worker of ``train`` exits; no file may change and no step be trained."""
     before = states(model)
     ended = commands.worker(ranks, model, output, **keys)
     assert ended.code == 1, ended.printed
     assert ended.error is not None, ended.printed
     assert ended.error.what in ended.printed
-    assert "learning_rate:" not in ended.printed  # No step was made.
+    assert "learning_rate:" not in ended.printed  # No step was trained.
     assert list(output.glob("checkpoint-*")) == []
     assert states(model) == before
     return ended.error
@@ -126,7 +126,7 @@ def in_several_files(directory: Path) -> Arrays:
 
 @pytest.mark.slow
 @fault("T9")
-def test_t9_open_weights_of_another_shape_are_refused(
+def test_t9_open_weights_of_another_shape_are_rejected(
     ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
 ) -> Seen:
     directory = copy(stock_weights[0], tmp_path / "stock")
@@ -135,12 +135,12 @@ def test_t9_open_weights_of_another_shape_are_refused(
     differ = {name for name, value in found.items() if value != stock_weights[1][name]}
     assert differ == {name for name in found if ".mlp." in name}
     edit_config(model, intermediate_size=96)
-    error = refused_by_the_command(ranks, model, tmp_path / "out")
-    return {"refused": refused(error, "gate_proj")}
+    error = error_of_the_command(ranks, model, tmp_path / "out")
+    return {"raised": raised(error, "gate_proj")}
 
 
 @fault("T10")
-def test_t10_missing_tensors_come_in_one_report_and_the_next_load_is_right(
+def test_t10_one_report_lists_all_missing_tensors_and_the_next_load_is_correct(
     ranks: ForkServer, stock_weights: Stock, our_weights: Path, model: Path, tmp_path: Path
 ) -> Seen:
     whole = copy(stock_weights[0], tmp_path / "whole")
@@ -150,14 +150,14 @@ def test_t10_missing_tensors_come_in_one_report_and_the_next_load_is_right(
     assert "should be assigned before" in second["error"]
     in_several_files(model)
     taken = without_tensors(weights(model)[1], 2)
-    error = refused_by_the_command(ranks, model, tmp_path / "out")
+    error = error_of_the_command(ranks, model, tmp_path / "out")
     assert all(f"{name}: the index lists it in {weights(model)[1].name}" in str(error) for name in taken)
     # Next in the same process.
     target = ours.empty()
     damaged = copy(our_weights, tmp_path / "ours", lambda path: without_tensors(weights(path)[1], 2))
     ours.refusal(ours.load_open_weights(damaged, target))
     assert ours.right(ours.load_open_weights(our_weights, target), ours.model_of(ours.ARRAYS))
-    return {"stock": first["error"], "refused": refused(error, taken[0])}
+    return {"stock": first["error"], "raised": raised(error, taken[0])}
 
 
 @fault("T11")
@@ -169,8 +169,8 @@ def test_t11_a_missing_file_is_named(ranks: ForkServer, stock_weights: Stock, mo
     in_several_files(model)
     gone = weights(model)[1]
     gone.unlink()
-    error = refused_by_the_command(ranks, model, tmp_path / "out")
-    return {"stock": found["error"], "refused": refused(error, gone.name)}
+    error = error_of_the_command(ranks, model, tmp_path / "out")
+    return {"stock": found["error"], "raised": raised(error, gone.name)}
 
 
 @pytest.mark.slow
@@ -193,7 +193,9 @@ def test_t12_a_file_that_the_index_does_not_list_is_ignored(
 
 @pytest.mark.slow
 @fault("T13")
-def test_t13_the_source_is_not_written_to(ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path) -> None:
+def test_t13_the_source_directory_is_not_changed(
+    ranks: ForkServer, stock_weights: Stock, model: Path, tmp_path: Path
+) -> None:
     directory = copy(stock_weights[0], tmp_path / "stock")
     before = {path.name for path in directory.iterdir()}
     loaded(ranks, directory)
@@ -205,7 +207,7 @@ def test_t13_the_source_is_not_written_to(ranks: ForkServer, stock_weights: Stoc
 
 
 @fault("T14")
-def test_t14_an_export_that_fails_leaves_the_older_one(
+def test_t14_a_failed_export_keeps_the_older_one(
     ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
 ) -> Seen:
     (found,) = run_on_ranks(ranks, 1, jobs.export, directory=tmp_path / "stock", seeds=[0, 1], room=100_000)
@@ -223,7 +225,7 @@ def test_t14_an_export_that_fails_leaves_the_older_one(
 
 
 @fault("T15")
-def test_t15_an_export_takes_the_place_of_an_older_one(ranks: ForkServer, stock_weights: Stock, tmp_path: Path) -> None:
+def test_t15_an_export_replaces_an_older_one(ranks: ForkServer, stock_weights: Stock, tmp_path: Path) -> None:
     directory = tmp_path / "stock"
     directory.mkdir()
     held = {name: array for path in weights(stock_weights[0]) for name, array in load_file(path).items()}
@@ -247,7 +249,7 @@ def test_t15_an_export_takes_the_place_of_an_older_one(ranks: ForkServer, stock_
 
 
 @fault("T16")
-def test_t16_an_export_has_a_format_in_its_headers_and_nothing_beside(stock_weights: Stock, our_weights: Path) -> None:
+def test_t16_an_export_has_format_headers_and_no_stray_files(stock_weights: Stock, our_weights: Path) -> None:
     with safe_open(weights(stock_weights[0])[0], "np") as file:
         assert file.metadata() is None
     assert (stock_weights[0] / "saved_signal_0").exists()
@@ -260,7 +262,7 @@ def test_t16_an_export_has_a_format_in_its_headers_and_nothing_beside(stock_weig
 
 @pytest.mark.slow
 @fault("G20")
-def test_g20_weights_that_do_not_fit_stop_every_way_in(model: Path, tmp_path: Path) -> Seen:
+def test_g20_weights_that_do_not_fit_stop_every_entry_point(model: Path, tmp_path: Path) -> Seen:
     edit_config(model, intermediate_size=96)
     of_stock = copy(model, model.with_name("of-stock"))
     stock = commands.stock_command(of_stock, tmp_path / "of-stock", flex_checkpoint=False)
@@ -278,7 +280,7 @@ def test_g20_weights_that_do_not_fit_stop_every_way_in(model: Path, tmp_path: Pa
     assert states(model) == before
     error = ways["`paddleformers-cli train`"].error
     assert error is not None
-    return {"refused": refused(error, "up_proj")}
+    return {"raised": raised(error, "up_proj")}
 
 
 TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
@@ -286,7 +288,7 @@ TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
 
 
 @pytest.mark.parametrize("stage", ["SFT", "DPO", "VL-SFT"])
-def test_every_stage_of_the_command_line_reads_open_weights_alike(
+def test_every_training_stage_rejects_open_weights_that_do_not_fit(
     ranks: ForkServer, model: Path, tmp_path: Path, stage: str
 ) -> None:
     if stage == "VL-SFT":
@@ -295,13 +297,13 @@ def test_every_stage_of_the_command_line_reads_open_weights_alike(
         edit_config(model, **kind, text_config=text, vision_config={**TOWER, "model_type": "qwen2_5_vl"})
     else:
         edit_config(model, intermediate_size=96)
-    error = refused_by_the_command(ranks, model, tmp_path / "out", stage=stage)
+    error = error_of_the_command(ranks, model, tmp_path / "out", stage=stage)
     expected = "visual.patch_embed.proj.weight" if stage == "VL-SFT" else "stored and target shapes differ (12)"
     assert expected in error.render()
 
 
 @fault("G51")
-def test_g51_altered_weights_of_an_export_are_refused(
+def test_g51_changed_weights_of_an_export_are_rejected(
     ranks: ForkServer, stock_weights: Stock, our_weights: Path, tmp_path: Path
 ) -> Seen:
     altered = copy(stock_weights[0], tmp_path / "stock", lambda path: flip(weights(path)[0], -1))
@@ -320,4 +322,4 @@ def test_g51_altered_weights_of_an_export_are_refused(
     (directory / CHECKSUMS_NAME).unlink()
     plus_one = {name: array + 1 for name, array in ours.ARRAYS.items()}
     assert ours.right(ours.load_open_weights(directory, ours.empty()), ours.model_of(plus_one))
-    return {"refused": refused(error, "does not match its checksum")}
+    return {"raised": raised(error, "does not match its checksum")}

@@ -13,7 +13,7 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
 from tests.corruption import ours, phi3, stock
-from tests.corruption.guarantees import Seen, fault, refused
+from tests.corruption.guarantees import Seen, fault, raised
 from tests.corruption.stock import outcomes, tensor, unset
 from tests.execute.simulated import CONFIG, Arrays, live
 from tests.harness.on_ranks import run_on_ranks
@@ -31,7 +31,7 @@ def rounded(values: list[float]) -> str:
 
 
 @fault("S1")
-def test_s1_another_dtype_under_another_layout_is_refused(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_s1_a_different_dtype_is_rejected_when_the_load_reshards(ranks: ForkServer, tmp_path: Path) -> Seen:
     found = []
     for stored, wanted in (("bfloat16", "float32"), ("float32", "bfloat16")):
         given = {"a": tensor(VALUES, stored)}, {"a": unset(4, dtype=wanted)}
@@ -41,19 +41,19 @@ def test_s1_another_dtype_under_another_layout_is_refused(ranks: ForkServer, tmp
     ours.save(tmp_path / "checkpoint-3", tp=2)
     error = ours.refusal(ours.load(tmp_path / "checkpoint-3", ours.cast(ours.empty(), "bfloat16")))
     assert len(error.evidence) > 2
-    return {"found": rounded(reinterpreted), "refused": refused(error, NORM)}
+    return {"found": rounded(reinterpreted), "raised": raised(error, NORM)}
 
 
 @fault("S2")
-def test_s2_another_dtype_under_the_same_layout_is_refused(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_s2_a_different_dtype_is_rejected_under_the_same_layout(ranks: ForkServer, tmp_path: Path) -> Seen:
     found = stock.loaded(ranks, tmp_path / "stock", {"a": tensor(VALUES)}, {"a": unset(4, dtype="bfloat16")})["a"]
     ours.save(tmp_path / "checkpoint-3")
     error = ours.refusal(ours.load(tmp_path / "checkpoint-3", ours.cast(ours.empty(), "bfloat16")))
-    return {"dtype": found["dtype"], "refused": refused(error, NORM)}
+    return {"dtype": found["dtype"], "raised": raised(error, NORM)}
 
 
 @fault("S4")
-def test_s4_another_shape_is_refused_in_both_directions(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_s4_a_larger_or_smaller_shape_is_rejected(ranks: ForkServer, tmp_path: Path) -> Seen:
     rows = np.arange(1.0, 17.0).reshape(4, 4)
     larger, smaller = (
         stock.loaded(ranks, tmp_path / f"stock-{size}", {"a": tensor(rows)}, {"a": unset(size, 4)})["a"]["values"]
@@ -66,12 +66,12 @@ def test_s4_another_shape_is_refused_in_both_directions(ranks: ForkServer, tmp_p
     for size in (48, 24):
         arrays = {**ours.ARRAYS, EMBEDDING: np.zeros((size, ours.ARRAYS[EMBEDDING].shape[1]), np.float32)}
         error = ours.refusal(ours.load(tmp_path / "checkpoint-3", ours.empty(arrays)))
-        said.append(refused(error, f"stored [32, 16], expected [{size}, 16]"))
-    return {"refused": said[0]}
+        said.append(raised(error, f"stored [32, 16], expected [{size}, 16]"))
+    return {"raised": said[0]}
 
 
 @fault("S9")
-def test_s9_a_cast_of_a_parameter_leaves_its_master_weight_alone(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_s9_casting_a_parameter_keeps_its_master_weight(ranks: ForkServer, tmp_path: Path) -> Seen:
     given = {"a": tensor(VALUES), "a.w_0": tensor(VALUES)}, {"a": unset(4, dtype="bfloat16"), "a.w_0": unset(4)}
     aoa = {"aoa_statements": ["a -> a, dtype='bfloat16'"]}
     master = stock.loaded(ranks, tmp_path / "stock", *given, aoa_config=aoa)["a.w_0"]["values"]
@@ -84,13 +84,13 @@ def test_s9_a_cast_of_a_parameter_leaves_its_master_weight_alone(ranks: ForkServ
 
 
 @fault("S10")
-def test_s10_a_cast_to_another_dtype_than_the_models_is_refused(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_s10_a_cast_to_a_dtype_other_than_the_models_is_rejected(ranks: ForkServer, tmp_path: Path) -> Seen:
     given = {"a": tensor(VALUES)}, {"b": unset(4, dtype="float16")}
     aoa = {"aoa_statements": ["a -> b, dtype='bfloat16'"]}
     values = stock.loaded(ranks, tmp_path / "stock", *given, aoa_config=aoa)["b"]["values"]
     ours.save(tmp_path / "checkpoint-3")
     error = ours.refusal(ours.load(tmp_path / "checkpoint-3", ours.cast(ours.empty(), "float16", NORM), aoa=CAST))
-    return {"found": rounded(values), "refused": refused(error, "is float16")}
+    return {"found": rounded(values), "raised": raised(error, "is float16")}
 
 
 def exported_right(directory: Path, expected: Arrays) -> bool:
@@ -116,7 +116,7 @@ def taken_apart(
 
 
 @fault("S3")
-def test_s3_both_of_two_tied_tensors_are_loaded(ranks: ForkServer, tmp_path: Path) -> None:
+def test_s3_both_tied_tensors_are_loaded(ranks: ForkServer, tmp_path: Path) -> None:
     values = [1.0, 2.0, 3.0, 4.0]
     given = {"embed": tensor(values)}, {"embed": unset(4), "head": unset(4)}
     found = stock.loaded(ranks, tmp_path / "stock", *given, aoa_config={"aoa_statements": ["embed -> head"]})
@@ -135,7 +135,7 @@ def test_s3_both_of_two_tied_tensors_are_loaded(ranks: ForkServer, tmp_path: Pat
 
 
 @fault("S5")
-def test_s5_gate_and_up_of_two_ranks_are_taken_apart_rank_by_rank(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_s5_gate_and_up_of_two_ranks_are_split_rank_by_rank(ranks: ForkServer, tmp_path: Path) -> Seen:
     fused = np.arange(24.0).reshape(3, 8)
     found = taken_apart(ranks, tmp_path / "stock", fused, "gu", "g, u -> f, fused_ffn", reverse=True)["g"]
     right = fused[0, [0, 1, 4, 5]].tolist()
@@ -144,7 +144,7 @@ def test_s5_gate_and_up_of_two_ranks_are_taken_apart_rank_by_rank(ranks: ForkSer
 
 
 @fault("S6")
-def test_s6_query_key_and_value_of_two_ranks_are_taken_apart_rank_by_rank(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_s6_query_key_and_value_of_two_ranks_are_split_rank_by_rank(ranks: ForkServer, tmp_path: Path) -> Seen:
     fused = np.arange(36.0).reshape(3, 12)
     statement = "q, k, v -> f, fused_qkv_old, num_heads=2, num_key_value_groups=2"
     found = taken_apart(ranks, tmp_path / "stock", fused, "qkv", statement, reverse=True)["k"]
@@ -156,7 +156,7 @@ def test_s6_query_key_and_value_of_two_ranks_are_taken_apart_rank_by_rank(ranks:
 
 
 @fault("S7")
-def test_s7_uneven_parts_are_taken_apart_where_they_were_joined(ranks: ForkServer, tmp_path: Path) -> None:
+def test_s7_unequal_parts_are_split_where_they_were_joined(ranks: ForkServer, tmp_path: Path) -> None:
     joined = np.arange(12.0).reshape(6, 2)
     given = {"c": tensor(joined)}, {"a": unset(2, 2), "b": unset(4, 2)}
     reverse = {"aoa_statements": ["a, b -> c, axis=0"], "aoa_config_reverse": True}
@@ -168,9 +168,7 @@ def test_s7_uneven_parts_are_taken_apart_where_they_were_joined(ranks: ForkServe
 
 
 @fault("S8")
-def test_s8_a_transposed_fused_tensor_of_two_ranks_is_taken_apart_rank_by_rank(
-    ranks: ForkServer, tmp_path: Path
-) -> Seen:
+def test_s8_a_transposed_fused_tensor_of_two_ranks_is_split_rank_by_rank(ranks: ForkServer, tmp_path: Path) -> Seen:
     fused = np.arange(24.0).reshape(3, 8)
     found = taken_apart(ranks, tmp_path / "stock", fused, "gu", "f^T -> g, u, fused_ffn, axis=0")["u"]
     right = fused.T[2].tolist()
@@ -179,22 +177,22 @@ def test_s8_a_transposed_fused_tensor_of_two_ranks_is_taken_apart_rank_by_rank(
 
 
 @fault("S16")
-def test_s16_statements_that_cannot_be_read_are_refused(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_s16_invalid_statements_are_rejected(ranks: ForkServer, tmp_path: Path) -> Seen:
     nonsense = {"aoa_statements": ["this is >> nothing"]}
     given = {"a": tensor([1.0, 2.0], plain=True)}, {"a": unset(2, plain=True)}
     found = stock.loaded(ranks, tmp_path / "stock", *given, aoa_config=nonsense)
     assert found == {"a": {"values": [1.0, 2.0], "dtype": "float32"}}
     ours.save(tmp_path / "checkpoint-3")
     error = ours.refusal(ours.load(tmp_path / "checkpoint-3", ours.empty(), aoa=nonsense))
-    return {"refused": refused(error, "statement 1")}
+    return {"raised": raised(error, "statement 1")}
 
 
 @fault("S17")
-def test_s17_a_parameter_that_is_not_stored_receives_nothing(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_s17_a_parameter_that_is_not_stored_is_not_filled(ranks: ForkServer, tmp_path: Path) -> Seen:
     stored = {"m.w": tensor([1.0, 1.0]), "m.w_fp32_master_0": tensor([9.0, 9.0])}
     outcomes(ranks, stock.save(tmp_path / "stock", stored, unique_id=1))
     received: set[tuple[float, ...]] = set()
-    # Which of two missing names Paddle looks at first is a matter of chance; looking at the other one it raises.
+    # Paddle visits the two missing names in random order, and raises if it visits the other one first.
     for name in (f"m.b{index}" for index in range(40)):
         wanted = {"m.w": unset(2), "m.master_weights.w": unset(2), name: unset(2)}
         (found,) = outcomes(ranks, stock.load(tmp_path / "stock", wanted))
@@ -207,7 +205,7 @@ def test_s17_a_parameter_that_is_not_stored_receives_nothing(ranks: ForkServer, 
     second = {name: array for name, array in ours.ARRAYS.items() if ".layers.1." in name}
     deeper = {**ours.ARRAYS, **{name.replace(".1.", ".2."): array for name, array in second.items()}}
     error = ours.refusal(ours.load(tmp_path / "checkpoint-3", ours.with_masters(ours.empty(deeper))))
-    return {"refused": refused(error, "model.layers.2.mlp.down_proj.weight")}
+    return {"raised": raised(error, "model.layers.2.mlp.down_proj.weight")}
 
 
 def load_without_strided_kernels(directory: Path) -> None:
@@ -217,7 +215,7 @@ def load_without_strided_kernels(directory: Path) -> None:
 
 
 @fault("S11")
-def test_s11_a_load_does_not_depend_on_paddles_kernels(ranks: ForkServer, tmp_path: Path) -> None:
+def test_s11_a_load_does_not_depend_on_paddles_strided_kernels(ranks: ForkServer, tmp_path: Path) -> None:
     off = {"flags": {"FLAGS_use_stride_kernel": 0}}
     steps = (
         stock.save(tmp_path / "stock", {"a": tensor(VALUES)}, unique_id=1),
@@ -228,7 +226,7 @@ def test_s11_a_load_does_not_depend_on_paddles_kernels(ranks: ForkServer, tmp_pa
 
 
 @fault("S12")
-def test_s12_a_second_save_replaces_the_first_whole(ranks: ForkServer, tmp_path: Path) -> None:
+def test_s12_a_second_save_replaces_the_first(ranks: ForkServer, tmp_path: Path) -> None:
     old, new = ({name: tensor([value, value]) for name in "ab"} for value in (1.0, 2.0))
     outcomes(ranks, stock.save(tmp_path / "stock", old), nproc=2)
     found = stock.loaded(ranks, tmp_path / "stock", new, {"a": unset(2), "b": unset(2)})
@@ -241,7 +239,7 @@ def test_s12_a_second_save_replaces_the_first_whole(ranks: ForkServer, tmp_path:
 
 
 @fault("S13")
-def test_s13_a_failed_load_leaves_nothing_to_the_next(ranks: ForkServer, tmp_path: Path) -> None:
+def test_s13_a_failed_load_does_not_affect_the_next(ranks: ForkServer, tmp_path: Path) -> None:
     values = [7.0, 8.0, 9.0, 10.0, 11.0, 12.0]
     *_, failed, found = outcomes(
         ranks,
@@ -261,7 +259,7 @@ def test_s13_a_failed_load_leaves_nothing_to_the_next(ranks: ForkServer, tmp_pat
 
 
 @fault("S14")
-def test_s14_a_directory_is_inspected_again_for_every_load(ranks: ForkServer, tmp_path: Path) -> None:
+def test_s14_every_load_reads_the_directory_again(ranks: ForkServer, tmp_path: Path) -> None:
     one, other = [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]
     saves = (stock.save(tmp_path / "stock", {"a": tensor(it)}, unique_id=at) for at, it in enumerate((one, other)))
     loads = (stock.load(tmp_path / "stock", {"a": unset(4)}, unique_id=at) for at in range(2))
@@ -273,7 +271,7 @@ def test_s14_a_directory_is_inspected_again_for_every_load(ranks: ForkServer, tm
 
 
 @fault("S15")
-def test_s15_replaced_open_weights_are_read_as_what_they_are(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_s15_replaced_open_weights_are_read_by_their_own_header(ranks: ForkServer, tmp_path: Path) -> Seen:
     weights = tmp_path / "stock"
     weights.mkdir()
     found = []
@@ -285,7 +283,7 @@ def test_s15_replaced_open_weights_are_read_as_what_they_are(ranks: ForkServer, 
 
     path = tmp_path / "hf/model.safetensors"
     export_checkpoint(ours.save(tmp_path / "checkpoint-3"), path.parent)
-    (path.parent / CHECKSUMS_NAME).unlink()  # As in open weights of another source.
+    (path.parent / CHECKSUMS_NAME).unlink()  # Open weights of other sources have no checksums.
     listed = sorted(one.name for one in path.parent.iterdir())
     target = ours.empty()
     for dtype in (np.float32, np.float16):
@@ -297,7 +295,7 @@ def test_s15_replaced_open_weights_are_read_as_what_they_are(ranks: ForkServer, 
 
 
 @fault("S18")
-def test_s18_a_flipped_bit_is_found_by_a_full_check(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_s18_a_flipped_bit_is_detected(ranks: ForkServer, tmp_path: Path) -> Seen:
     found = []
     for suffix in ("distcp", "safetensors"):
         directory, options = tmp_path / suffix, {"safetensors": suffix == "safetensors"}
@@ -310,4 +308,4 @@ def test_s18_a_flipped_bit_is_found_by_a_full_check(ranks: ForkServer, tmp_path:
     flip(path, path.read_bytes().index(ours.ARRAYS[NORM].tobytes()))
     error = ours.load(tmp_path / "checkpoint-3", ours.empty(), "full").error  # Found while tensors are filled.
     assert error is not None
-    return {"found": rounded(found[0]), "refused": refused(error, "model_state/rank-00000.safetensors")}
+    return {"found": rounded(found[0]), "raised": raised(error, "model_state/rank-00000.safetensors")}

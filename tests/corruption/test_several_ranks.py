@@ -36,7 +36,9 @@ def train(
 
 @pytest.mark.slow
 @fault("G40")
-def test_g40_diverged_copies_of_a_tied_weight_cost_no_whole_checkpoint(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_g40_diverged_copies_of_a_tied_weight_do_not_delete_the_last_good_checkpoint(
+    ranks: ForkServer, tmp_path: Path
+) -> Seen:
     left = {}
     for ours in (False, True):
         output_dir = tmp_path / f"ours-{ours}"
@@ -56,7 +58,7 @@ def test_g40_diverged_copies_of_a_tied_weight_cost_no_whole_checkpoint(ranks: Fo
 
 @pytest.mark.slow
 @fault("G117")
-def test_g117_every_stored_name_of_a_tied_weight_counts(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_g117_every_stored_name_of_a_tied_weight_is_compared(ranks: ForkServer, tmp_path: Path) -> Seen:
     stored = tmp_path / "stock" / "checkpoint-3"
     train(ranks, DP2, stored.parent, ours=False)
     roles = PADDLE_DISTCP.open(stored).catalog.roles
@@ -96,7 +98,7 @@ def two(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @fault("G100")
-def test_g100_the_rank_of_a_fresh_disk_joins_the_decision(
+def test_g100_a_rank_with_an_empty_disk_resumes_with_the_others(
     ranks: ForkServer, two: dict[str, Any], tmp_path: Path
 ) -> None:
     ranks.run(f"{DISKS}:run", 2, {**two, "arguments": {"max_steps": 2, "save_steps": 2}})
@@ -107,7 +109,7 @@ def test_g100_the_rank_of_a_fresh_disk_joins_the_decision(
 
 
 @fault("G101")
-def test_g101_a_failed_sync_on_one_disk_keeps_the_older_checkpoint_on_all(
+def test_g101_a_failed_sync_on_one_disk_keeps_the_older_checkpoint_on_both(
     ranks: ForkServer, two: dict[str, Any]
 ) -> None:
     given = {**two, "arguments": {"max_steps": 3, "save_steps": 1, "save_total_limit": 1}}
@@ -128,7 +130,7 @@ def stock(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, **arguments
     return ranks.attempt(TRAIN, layout.nproc, {**given, "arguments": {**STEP, **arguments}})
 
 
-def refused_line(ranks: ForkServer, output_dir: Path, **arguments: object) -> str:
+def option_error(ranks: ForkServer, output_dir: Path, **arguments: object) -> str:
     """The line of the error by which our arguments refuse these."""
     (found,) = trained(ranks, SINGLE, output_dir, arguments=arguments, ours=True)
     assert found["error"].startswith("OptionError")
@@ -137,24 +139,24 @@ def refused_line(ranks: ForkServer, output_dir: Path, **arguments: object) -> st
 
 @pytest.mark.slow
 @fault("G110")
-def test_g110_segment_parallelism_is_refused(ranks: ForkServer, tmp_path: Path) -> Seen:
-    # Where this fails because the losses agree, PaddleFormers trains segments, and they can be supported.
+def test_g110_segment_parallelism_is_rejected(ranks: ForkServer, tmp_path: Path) -> Seen:
+    # If this fails because the losses agree, PaddleFormers trains segments, and this package can support them.
     (whole,) = stock(ranks, SINGLE, tmp_path / "whole").values[0]
     (cut,) = stock(ranks, TWO, tmp_path / "cut", sep_parallel_size=2).values[0]
     assert abs(whole - cut) > 0.01
-    return {"cut": cut, "whole": whole, "refused": refused_line(ranks, tmp_path, sep_parallel_size=2)}
+    return {"cut": cut, "whole": whole, "raised": option_error(ranks, tmp_path, sep_parallel_size=2)}
 
 
 @pytest.mark.slow
 @fault("G111")
-def test_g111_context_parallelism_is_refused(ranks: ForkServer, tmp_path: Path) -> Seen:
-    # Where this fails because a step is made, context parallelism can be tested and supported.
+def test_g111_context_parallelism_is_rejected(ranks: ForkServer, tmp_path: Path) -> Seen:
+    # If this fails because a step is trained, context parallelism can be tested and supported.
     sharded = MatrixLayout("sharded", nproc=2, sharding=2)
     found = stock(ranks, sharded, tmp_path / "stock", context_parallel_size=2)
     assert not found.ok
     line = "context_parallel_size > 1 requires 'get_context_parallel_world_size' in hcg"
     assert line in found.logs[0].read_text()
-    return {"refused": refused_line(ranks, tmp_path, context_parallel_size=2)}
+    return {"raised": option_error(ranks, tmp_path, context_parallel_size=2)}
 
 
 LOGGED = {"max_steps": 3, "save_steps": 1, "logging_steps": 1}
@@ -163,7 +165,7 @@ EVALUATED = {"flex_ema_decay": 0.9, "flex_ema_evaluate": True}
 
 @pytest.mark.slow
 @fault("G112")
-def test_g112_the_weights_come_back_to_where_stage_three_has_moved_them(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_g112_stage_three_gets_its_weights_back_after_every_evaluation(ranks: ForkServer, tmp_path: Path) -> Seen:
     runs: list[tuple[list[Any], list[Any]]] = []
     for name, arguments in (("plain", {}), ("averaged", EVALUATED)):
         given = {"layout": SD2S3.to_json(), "output_dir": str(tmp_path / name), "fail": bool(arguments)}
@@ -182,7 +184,7 @@ UPSTREAM = "tests.trainer.upstream_jobs"
 
 
 @fault("G30")
-def test_g30_a_renamed_hook_is_refused_before_training(ranks: ForkServer, tmp_path: Path) -> None:
+def test_g30_a_renamed_hook_is_rejected_before_training(ranks: ForkServer, tmp_path: Path) -> None:
     given = {"output_dir": str(tmp_path), "layout": SINGLE.to_json(), "name": "_save_checkpoint"}
     (found,) = ranks.run(f"{UPSTREAM}:train_with_a_renamed_method", 1, given).values
     assert not list(tmp_path.glob("checkpoint-*"))
@@ -191,7 +193,7 @@ def test_g30_a_renamed_hook_is_refused_before_training(ranks: ForkServer, tmp_pa
 
 
 @fault("G31")
-def test_g31_a_save_that_goes_around_stops_every_rank(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_g31_a_save_that_bypasses_this_package_stops_every_rank(ranks: ForkServer, tmp_path: Path) -> Seen:
     given = {"layout": DP2.to_json(), "output_dir": str(tmp_path), "method": "_save_checkpoint", "way": "installed"}
     found = ranks.run(f"{UPSTREAM}:goes_around", 2, given).values
     assert [one["error"] for one in found] == ["EnvironmentMismatch"] * 2

@@ -14,7 +14,7 @@ from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.cli.support import run as command
-from tests.corruption.guarantees import Seen, fault, refused
+from tests.corruption.guarantees import Seen, fault, raised
 from tests.corruption.jobs import SIX, WORSE_AND_WORSE, first_line, last_checkpoint, started, trained
 from tests.harness.on_ranks import run_on_ranks
 from tests.harness.sealing import reseal
@@ -57,7 +57,7 @@ def test_t1_a_single_process_resumes(
 
 @pytest.mark.slow
 @fault("T2")
-def test_t2_the_newest_checkpoint_is_resumed(
+def test_t2_the_newest_complete_checkpoint_is_resumed(
     bare_ranks: ForkServer, ranks: ForkServer, stock_run: Path, our_run: Ours, tmp_path: Path
 ) -> Seen:
     (found,) = trained(bare_ranks, SINGLE, stock_run, True)
@@ -70,7 +70,7 @@ def test_t2_the_newest_checkpoint_is_resumed(
 
 @pytest.mark.slow
 @fault("T3")
-def test_t3_an_empty_newest_directory_is_passed_over(
+def test_t3_an_empty_newest_directory_is_skipped(
     bare_ranks: ForkServer, ranks: ForkServer, our_run: Ours, tmp_path: Path
 ) -> None:
     shutil.copytree(our_run[0] / "checkpoint-3", tmp_path / "checkpoint-3")
@@ -82,7 +82,7 @@ def test_t3_an_empty_newest_directory_is_passed_over(
 
 @pytest.mark.slow
 @fault("T4")
-def test_t4_weights_saved_without_the_optimizer_can_be_used(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_t4_weights_saved_without_the_optimizer_start_a_new_run(ranks: ForkServer, tmp_path: Path) -> Seen:
     without = {"arguments": {**SIX, "ignore_save_lr_and_optim": True}}
     frozen = {"max_steps": 1, "save_steps": 1, "learning_rate": 0.0, "ignore_load_lr_and_optim": True}
     fresh_state = {"arguments": frozen}
@@ -122,7 +122,9 @@ def test_t6_statements_apply_to_a_float32_run(ranks: ForkServer, our_run: Ours, 
 
 @pytest.mark.slow
 @fault("T7")
-def test_t7_no_sample_is_repeated_or_lost_under_another_data_parallel_degree(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_t7_no_sample_is_repeated_or_skipped_when_the_data_parallel_degree_changes(
+    ranks: ForkServer, tmp_path: Path
+) -> Seen:
     # Half the ranks with the same steps per rank: the global batch is halved too.
     half = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     repeated: dict[bool, int] = {}
@@ -145,7 +147,7 @@ def test_t7_no_sample_is_repeated_or_lost_under_another_data_parallel_degree(ran
 
 @pytest.mark.slow
 @fault("T8")
-def test_t8_a_missing_state_of_the_trainer_is_refused(ranks: ForkServer, our_run: Ours, tmp_path: Path) -> None:
+def test_t8_a_missing_trainer_state_is_rejected(ranks: ForkServer, our_run: Ours, tmp_path: Path) -> None:
     trained(ranks, DP2, tmp_path / "stock")
     (tmp_path / "stock/checkpoint-3/trainer_state.bin").unlink()
     found = trained(ranks, DP2, tmp_path / "out", tmp_path / "stock/checkpoint-3")[0]
@@ -166,7 +168,7 @@ STEP_THREE, STEP_FIVE = b"global_step\x94K\x03", b"global_step\x94K\x05"
 
 @pytest.mark.slow
 @fault("G50")
-def test_g50_an_edited_state_of_the_trainer_is_refused(ranks: ForkServer, tmp_path: Path) -> None:
+def test_g50_an_edited_trainer_state_is_rejected(ranks: ForkServer, tmp_path: Path) -> None:
     trained(ranks, DP2, tmp_path / "stock", arguments={**SIX, "max_steps": 3})
     path = tmp_path / "stock/checkpoint-3/trainer_state.bin"
     assert STEP_THREE in path.read_bytes()
@@ -201,7 +203,7 @@ def test_g70_the_newest_checkpoint_that_passes_verification_is_resumed(
     (stock,) = trained(bare_ranks, SINGLE, tmp_path / "stock", True)
     trained(ranks, DP2, tmp_path, arguments=EACH_STEP, ours=True)
     newest = tmp_path / "checkpoint-3"
-    reseal(newest, 1000)  # A block of numbers holds no header.
+    reseal(newest, 1000)  # A block without the header.
     flip(newest / WEIGHTS, (newest / WEIGHTS).stat().st_size // 2)  # A byte of a tensor.
     for found in trained(ranks, DP2, tmp_path, newest, EACH_STEP, ours=True, digests=True):
         assert (found["error"].partition(":")[0], found["changed"]) == ("Corrupt", True)
@@ -237,7 +239,7 @@ def resumed(
 
 @pytest.mark.slow
 @fault("G60")
-def test_g60_a_model_in_which_the_weights_mean_something_else_is_refused(
+def test_g60_a_model_that_reads_the_weights_differently_is_rejected(
     ranks: ForkServer, runs: dict[bool, Path], tmp_path: Path
 ) -> None:
     other: dict[str, Any] = {"model": {"rope_theta": 500000.0}, "arguments": EVERY_SECOND}
@@ -253,7 +255,9 @@ def test_g60_a_model_in_which_the_weights_mean_something_else_is_refused(
 
 @pytest.mark.slow
 @fault("G61")
-def test_g61_other_settings_of_a_run_are_one_table(ranks: ForkServer, runs: dict[bool, Path], tmp_path: Path) -> Seen:
+def test_g61_changed_training_settings_are_listed_in_one_table(
+    ranks: ForkServer, runs: dict[bool, Path], tmp_path: Path
+) -> Seen:
     arguments = {**EVERY_SECOND, "adam_beta2": 0.95, "weight_decay": 0.1, "max_grad_norm": 0.5}
     found, stock_log = resumed(ranks, runs, tmp_path / "stock", False, arguments=arguments)
     assert found.get("step") == 3, found
@@ -270,7 +274,7 @@ APART = MatrixLayout("tp2ep2", nproc=2, tp=2, ep=2)
 
 @pytest.mark.slow
 @fault("T17")
-def test_t17_another_checkpoint_under_the_same_name_is_refused(ranks: ForkServer, tmp_path: Path) -> None:
+def test_t17_another_checkpoint_under_the_same_name_is_rejected(ranks: ForkServer, tmp_path: Path) -> None:
     found = {}
     for ours in (False, True):
         places = [tmp_path / f"{ours}-{rank}" for rank in range(2)]
@@ -322,7 +326,7 @@ FOUR = {"max_steps": 4}
 
 @pytest.mark.slow
 @fault("G116")
-def test_g116_a_file_of_states_of_another_step_is_refused(ranks: ForkServer, tmp_path: Path) -> Seen:
+def test_g116_an_optimizer_state_file_of_another_step_is_rejected(ranks: ForkServer, tmp_path: Path) -> Seen:
     trained(ranks, LAYOUT, tmp_path / "run")
     for name in ("right", "mixed"):
         shutil.copytree(tmp_path / "run/checkpoint-3", tmp_path / name / "checkpoint-3")
@@ -340,7 +344,7 @@ def test_g116_a_file_of_states_of_another_step_is_refused(ranks: ForkServer, tmp
 
     with pytest.raises(Corrupt) as caught:
         open_checkpoint(mixed)
-    line = refused(caught.value, f"{STATES}: beta2_pow_acc_0 is ")
+    line = raised(caught.value, f"{STATES}: beta2_pow_acc_0 is ")
     for outcome in resume("mixed", ours=True):
         assert outcome["error"].startswith("Corrupt: ")
         assert not outcome["changed"]
@@ -349,4 +353,4 @@ def test_g116_a_file_of_states_of_another_step_is_refused(ranks: ForkServer, tmp
         outcome = command(*arguments)
         assert outcome.code == 1
         assert "contains files of different steps" in outcome.err
-    return {"line": line}
+    return {"raised": line}

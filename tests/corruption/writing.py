@@ -1,4 +1,4 @@
-"""A plugin of pytest that writes the page of guarantees after a run: ``pytest -p tests.corruption.writing``."""
+"""A pytest plugin that writes ``docs/results/guarantees.md`` after a run: ``pytest -p tests.corruption.writing``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tests.corruption import guarantees
 
 
 def pytest_configure() -> None:
-    """The document is not looked at in this run."""
+    """Turn off the comparison with the page."""
     guarantees.writing = True
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
-    """Write what was seen, if every test has passed."""
+    """Write the page if every test passed."""
     if exitstatus == pytest.ExitCode.OK:
         guarantees.DOCUMENT.write_text(guarantees.document(), encoding="utf-8")

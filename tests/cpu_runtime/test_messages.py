@@ -66,7 +66,7 @@ def test_a_send_does_not_wait_for_its_receiver() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @on_ranks(3)
-def test_in_a_coalescing_block_sends_leave_before_receives_wait(dtype: str) -> None:
+def test_sends_in_a_coalescing_block_start_before_receives_wait(dtype: str) -> None:
     rank, size = started()
     before, after = (rank - 1) % size, (rank + 1) % size
     out = paddle.full([2], float(rank)).astype(dtype)

@@ -80,7 +80,7 @@ class PipeChannel(CollectiveChannel):
                 end.send(everyone)
             return everyone
         except (OSError, EOFError) as error:
-            # As in a collective operation, the failure of one is everyone's.
+            # In a collective operation, all ranks fail if one fails.
             for end in self._ends:
                 end.close()
             raise PeerError(f"Rank {self.rank} has lost another rank: {error}.") from error

@@ -44,7 +44,7 @@ class Recorder(Gate):
     def after(self, operation: Operation) -> None:
         """Take it down."""
         path = os.path.relpath(operation.path, self.root)
-        # What is above the directory was on the device before the run began.
+        # Parents of the directory were on the device before the run began.
         if operation.kind != "look" and not path.startswith(".."):
             other = os.path.relpath(operation.other, self.root) if operation.other else ""
             self.operations.append(replace(operation, path=path, other=other, data=bytes(operation.data)))
@@ -114,7 +114,7 @@ def remains(scenario: Scenario, directory: Path) -> list[Remains]:
         disk.play(operation)
         following = operations[at + 1][0].kind if at + 1 < len(operations) else ""
         if following == operation.kind == "write":
-            continue  # Files that are being written are all alike to a power failure.
+            continue  # A power failure treats all files that are being written alike.
         for loss in disk.losses(chance):
             files = disk.after(loss)
             left = Remains(scenario, f"operation {at}, {operation.kind} {operation.path}", allowed, loss, files)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from paddleformers_fc.storage.paths import parse_hidden, parse_step
 from paddleformers_fc.storage.safetensors import read_header
 from paddleformers_fc.trainer.resume import find_newest
 from paddleformers_fc.trainer.tiers import Retention, delete_over_limit
+from tests.storage.support import names_in
 from verification.simulate_ranks import Roles, filled, run_threads
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16, "head_dim": 2}
@@ -156,11 +156,6 @@ def cleaned_by_the_next_save(output_dir: Path) -> None:
         raise Lost(f"The next save is not what is taken: {names_in(output_dir)}.")
     if hidden_in(output_dir):
         raise Lost(f"The next save has left {hidden_in(output_dir)}.")
-
-
-def names_in(directory: Path) -> list[str]:
-    """Every entry, hidden ones included."""
-    return sorted(os.listdir(directory))
 
 
 def hidden_in(directory: Path) -> list[str]:

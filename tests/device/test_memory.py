@@ -201,7 +201,7 @@ def test_weights_that_are_still_being_received_are_waited_for(tmp_path: Path) ->
         with paddle.no_grad(), paddle.device.stream_guard(communication):
             for name, tensor in names.items():
                 tensor.copy_(host[name], False)
-        return list(host.values())  # Until they have arrived.
+        return list(host.values())  # Wait until they have arrived.
 
     kept = receive(received)
     paddleformers_fc.save(tmp_path / "saved", model)

@@ -100,7 +100,7 @@ def started() -> Channel:
 def test_real_ranks_receive_what_is_for_them_whatever_its_length() -> None:
     channel = started()
     rank = channel.rank
-    for nbytes in (1, 1 << 20):  # The first two ranks give, each to the next one.
+    for nbytes in (1, 1 << 20):  # Each of the first two ranks sends to the next one.
         outgoing = {rank + 1: np.full(nbytes, rank + 1, np.uint8)} if rank < 2 else {}
         arrived = channel.all_to_all(outgoing, {rank - 1: nbytes} if rank in (1, 2) else {})
         assert {source: array.tolist() for source, array in arrived.items()} == (

@@ -88,7 +88,7 @@ def test_a_fact_that_one_rank_lacks_is_reported() -> None:
     assert error.evidence == ("a: not set on rank 0; 1 on rank 1",)
 
 
-def test_what_differs_counts_before_what_became_of_it() -> None:
+def test_a_difference_takes_precedence_over_its_consequences() -> None:
     def work(channel: Any) -> None:
         def fail() -> None:
             raise FlexError("What came of another configuration.")
@@ -123,7 +123,7 @@ def test_equal_ranks_continue_after_one_exchange_and_long_values_are_compared_to
     call(ALONE, {"anything": object()})
 
 
-def test_the_software_is_that_which_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reported_versions_are_those_of_the_imported_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "paddleformers", paddle)
     found = software_versions()
     assert found["paddleformers_fc"] == __version__
@@ -192,7 +192,7 @@ def read_once(place: Path, roles: Any, channel: Any) -> LoadReport:
     ],
     ids=["statements", "flex_read", "directories"],
 )
-def test_what_ranks_do_differently_is_refused_before_a_weight_changes(
+def test_differing_load_options_of_ranks_are_rejected_before_a_weight_changes(
     tmp_path: Path, loader: Loader, steps: tuple[int, ...], line: str
 ) -> None:
     for step in (3, 4):

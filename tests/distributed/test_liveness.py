@@ -213,7 +213,7 @@ def test_a_rank_that_comes_in_the_moment_of_giving_up_is_waited_for() -> None:
 
 def test_a_rank_that_died_while_it_aborted_blocks_no_rank() -> None:
     board = Counters()
-    # It gave up and could not say so.
+    # It gave up and could not report it.
     board.numbers.update({"flex/arrivals": 1, "flex/claims/0": 1})
     found = outcomes(board, 3, lambda channel: channel.gather("a test", b"") if channel.rank else None, 0.4)
     assert "rank 0 did not arrive" in str(found.error(PeerError, [1, 2]))

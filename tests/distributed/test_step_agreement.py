@@ -147,7 +147,7 @@ def test_a_rank_sends_two_requests_per_agreement_and_the_store_keeps_a_few_count
     def loop(agreement: StepAgreement, rank: int) -> int:
         read = 0
         for _ in range(STEPS):
-            barrier.wait(LIMIT)  # As gradients are exchanged.
+            barrier.wait(LIMIT)  # Gradients are exchanged at the same point.
             read += agreement.read() is not None
             agreement.begin_next("training", None, False, False)
         return read

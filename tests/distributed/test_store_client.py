@@ -51,7 +51,7 @@ def test_the_store_is_where_paddle_has_it_and_ranks_leave_the_loopback_interface
     assert read_options(SimpleNamespace(flex_threads=1, flex_read="auto")).hosts == hosts
 
 
-def test_the_client_counts_and_stores_beside_paddles_own() -> None:
+def test_the_client_shares_counters_and_values_with_paddles_own() -> None:
     (port,) = free_ports(1)
     native = stores.open_store("127.0.0.1", port, is_master=True)
     client = StoreClient(("127.0.0.1", port), 60, 60)

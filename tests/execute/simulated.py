@@ -1,22 +1,19 @@
-"""Jobs of several ranks inside one process: each rank is a thread, its channel a barrier, its weights real tensors.
+"""Jobs of several ranks inside one process: each rank is a thread, and its weights are real tensors.
 
-What a rank holds is cut out of one set of canonical weights, so that every layout of a job holds the same numbers. The
-fused layouts are made here by hand, in numpy, and share no code with what is tested.
+The shards of a rank are cut out of one set of canonical weights, so that every layout of a job holds the same numbers.
+The fused layouts are built here in numpy and share no code with the package.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import paddle
 
-from paddleformers_fc.distributed.channel import Bytes, CollectiveChannel, Payload
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint, prepare_weights
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -24,7 +21,8 @@ from paddleformers_fc.execute.save import JobRecord, SaveReport, config_bytes, s
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, ReadOptions
 from paddleformers_fc.storage.paths import AnyPath
-from tests.harness.limits import LIMIT
+from tests.storage.support import flip as flip
+from verification.thread_ranks import Outcomes, ThreadChannel, job
 
 HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, GROUPS, HEAD = 16, 24, 32, 4, 2, 4
 CONFIG = {
@@ -37,119 +35,6 @@ CONFIG = {
 MODEL = ModelDescription(CONFIG)
 Arrays = dict[str, np.ndarray[Any, Any]]
 Roles = dict[str, dict[str, Any]]
-
-
-@dataclass
-class Hub:
-    """What the channels of one job share."""
-
-    size: int
-    given: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.given = [None] * self.size
-        self.barrier = threading.Barrier(self.size, timeout=LIMIT)
-        self.is_left = False
-
-    def meet(self, rank: int, thing: Any) -> list[Any]:
-        """What every rank lays down."""
-        self.given[rank] = thing
-        if self.is_left:
-            self.barrier.abort()
-        self.barrier.wait()
-        everyone = list(self.given)
-        self.barrier.wait()
-        return everyone
-
-    def leave(self) -> None:
-        """End one rank: ranks that wait for it now or later raise instead of waiting until the suite's limit."""
-        self.is_left = True
-        if self.barrier.n_waiting:
-            self.barrier.abort()
-
-
-class ThreadChannel(CollectiveChannel):
-    """A rank's channel to the other threads.
-
-    Args:
-        hub: where the ranks meet.
-        rank: this rank.
-
-    Attributes:
-        exchanges: how often all ranks have exchanged something.
-        purposes: what for.
-        sizes: the lengths of its collectives.
-        largest: the most bytes that this rank sent or received at once.
-    """
-
-    def __init__(self, hub: Hub, rank: int) -> None:
-        super().__init__(rank, hub.size)
-        self.hub, self.exchanges, self.largest = hub, 0, 0
-        self.purposes: list[str] = []
-        self.sizes: list[int] = []
-
-    def gather(self, doing: str, *arguments: Any) -> list[Payload] | None:
-        """Every rank's payload."""
-        self.exchanges += 1
-        self.purposes.append(doing)
-        return super().gather(doing, *arguments)
-
-    def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
-        """The maximum over all ranks."""
-        self.sizes.append(array.size)
-        return np.maximum.reduce([given for _, given in self._meet("exchange", array.copy())])
-
-    def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
-        """What some ranks have for this one; ranks that do not agree on it fail."""
-        everyone = [given for _, given in self._meet("pass_on", dict(outgoing))]
-        found = {rank: given[self.rank] for rank, given in enumerate(everyone) if self.rank in given}
-        assert {rank: array.size for rank, array in found.items()} == dict(sizes)
-        self.largest = max(self.largest, sum(sizes.values()), sum(array.size for array in outgoing.values()))
-        return found
-
-    def _meet(self, kind: str, thing: Any) -> list[Any]:
-        everyone = self.hub.meet(self.rank, (kind, thing))
-        assert {other for other, _ in everyone} == {kind}
-        return everyone
-
-
-class Outcomes(list[Any]):
-    """What each rank of a job returned or raised, by rank."""
-
-    def results(self) -> list[Any]:
-        """What the ranks returned, of which none may have failed."""
-        for outcome in self:
-            if isinstance(outcome, Exception):
-                raise outcome
-        return self
-
-    def error(self, kind: type[FlexError] = FlexError, ranks: Sequence[int] | None = None) -> Any:
-        """The error that every rank, or some of them, raised alike."""
-        first, *others = self if ranks is None else [self[rank] for rank in ranks]
-        assert isinstance(first, kind), first
-        assert {str(outcome) for outcome in others} <= {str(first)}
-        return first
-
-
-def job(ranks: int, work: Callable[[ThreadChannel], Any]) -> Outcomes:
-    """Run ``work`` on every rank; what each returned or raised, by rank."""
-    hub = Hub(ranks)
-    outcomes = Outcomes([None] * ranks)
-
-    def run(rank: int) -> None:
-        try:
-            outcomes[rank] = work(ThreadChannel(hub, rank))
-        except Exception as error:  # The test looks at what every rank raised.
-            outcomes[rank] = error
-        finally:
-            hub.leave()
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
 
 
 def succeed(ranks: int, work: Callable[[ThreadChannel], Any]) -> list[Any]:
@@ -280,13 +165,14 @@ def attempt_save(
     step: int = 3,
     files: Callable[[int], Mapping[str, bytes]] = lambda rank: {},
     replicas: str = "warn",
+    parallel: Mapping[str, int] = MappingProxyType({}),
 ) -> Outcomes:
-    """Save what each rank holds; what each rank reported or raised."""
+    """Save what each rank holds; return the report or exception of each rank."""
 
     def work(channel: ThreadChannel) -> SaveReport:
         place = directory if isinstance(directory, Path) else directory[channel.rank]
         config = {"config.json": config_bytes(described.config)} if channel.rank == 0 else {}
-        given, record = {**config, **files(channel.rank)}, JobRecord(step, step * 8, {})
+        given, record = {**config, **files(channel.rank)}, JobRecord(step, step * 8, dict(parallel))
         return save_checkpoint(place, held(channel.rank), described, given, record, channel, replicas)
 
     return job(ranks, work)
@@ -371,10 +257,3 @@ def same_values(one: Roles, other: Roles) -> bool:
         for role in one
         for name in one[role]
     ) and all(one[role].keys() == other[role].keys() for role in one)
-
-
-def flip(path: Path, at: int = -1) -> None:
-    """Flip a bit of a file in its place."""
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 4
-    path.write_bytes(raw)

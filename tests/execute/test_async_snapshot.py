@@ -80,7 +80,7 @@ def saved(directory: Path, grid: str, beside: bool, odd: bool) -> tuple[list[Sav
 def test_a_save_from_a_snapshot_reads_no_live_tensor_and_writes_and_finds_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grid: str, odd: bool
 ) -> None:
-    monkeypatch.setattr(replicas, "WHOLE_BYTES", 512)  # Of larger replicas one part is hashed.
+    monkeypatch.setattr(replicas, "WHOLE_BYTES", 512)  # Only one part of larger replicas is hashed.
     monkeypatch.setattr(save_plan, "MAX_FILE_BYTES", 20_000)
     monkeypatch.setattr(saving, "_PLANS", save_plan.PlanCache())
     (plain, expected), (reports, found) = (
@@ -104,7 +104,7 @@ def replica(name: str, shape: tuple[int, ...], holders: int = 2) -> Replica:
     return Replica(ROLE, Shard(name, "float32", shape, whole(shape)), holders, group=0)
 
 
-def test_stretches_are_joined_where_they_overlap_or_meet_and_tied_copies_are_read_by_whole_rows() -> None:
+def test_overlapping_or_adjacent_ranges_are_joined_and_tied_copies_are_read_by_rows() -> None:
     ends = [(8, 12), (0, 4), (1, 3), (4, 6)]
     pieces = [*(PlannedWrite("a", start, stop) for start, stop in ends), PlannedWrite("b", 0, 0)]
     assert ranges_of(plan_of(pieces), 3, "warn") == {(ROLE, "a"): ((0, 6), (8, 12)), (ROLE, "b"): ((0, 0),)}
@@ -190,7 +190,7 @@ def test_scalars_empty_and_several_tensors_of_one_snapshot_keep_their_bytes(dtyp
     assert {name: read(found[name], 0, end) for name, end in ends.items()} == expected
 
 
-def test_what_is_not_in_a_snapshot_is_not_read() -> None:
+def test_tensors_outside_a_snapshot_are_not_read() -> None:
     found = taken({"a": paddle.arange(20)}, {(ROLE, "a"): ((2, 5), (8, 12))})[ROLE]["a"]
     assert read(found, 3, 5) == np.arange(3, 5).tobytes()
     assert read(found, 8, 12) == np.arange(8, 12).tobytes()

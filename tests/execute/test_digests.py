@@ -54,7 +54,7 @@ def saved(directory: Path, grid: str) -> Path:
 
 
 LAYOUTS = ("dp=1", "tp=2", "sharding=2,split=true", "tp=2,pp=2")
-# Written by the version that assembled every tensor as a whole.
+# Written by a version that assembled every tensor in memory.
 DIGESTS = {1: "163fc6f0a254d61d52fdd98aff552230", 2: "b0109261249fcd202a5b8311177b3834"}
 EXPORTS = {1: "c9f6c259fa7ed00efd1ef68dce793ac2", 2: "bb54dfd6a13431b0ad59028e0d5f99f1"}
 

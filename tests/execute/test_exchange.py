@@ -182,7 +182,7 @@ def late_slots(roles: Roles) -> dict[tuple[str, str], HostSlot]:
 
 
 @pytest.mark.parametrize("together", [3, 1], ids=["once", "each"])
-def test_what_arrives_is_handed_over_and_waited_for(tmp_path: Path, together: int) -> None:
+def test_received_pieces_are_handed_over_and_awaited(tmp_path: Path, together: int) -> None:
     directory = tmp_path / "checkpoint-3"
     save(directory, ARRAYS, 2, 2)
 

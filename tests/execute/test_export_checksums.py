@@ -220,7 +220,7 @@ ALTERED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 
 
 @pytest.mark.parametrize("altered", ALTERED)
-def test_what_is_altered_is_refused_by_name_on_every_rank_before_a_weight_changes(weights: Path, altered: str) -> None:
+def test_an_altered_file_is_rejected_by_name_on_every_rank_before_a_weight_changes(weights: Path, altered: str) -> None:
     change, lines = ALTERED[altered]
     change(weights)
     for level in ["full"] if altered == TENSOR else ["full", "size"]:

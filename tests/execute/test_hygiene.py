@@ -62,7 +62,7 @@ def traces(*directories: Path) -> Traces:
 def _target(descriptor: str) -> str:
     try:
         target = os.readlink(f"/proc/self/fd/{descriptor}")
-    except FileNotFoundError:  # The one through which the directory was listed.
+    except FileNotFoundError:  # The descriptor that listed the directory.
         return ""
     return "" if target.startswith("/proc/") else target
 
@@ -139,11 +139,11 @@ STAGES = [opening, comparing, planning, reading, describing, writing, committing
 
 
 @pytest.mark.parametrize("fail", STAGES, ids=lambda fail: fail.__name__)
-def test_a_failure_leaves_nothing_behind_and_the_next_operation_is_right(
+def test_a_failed_operation_leaves_no_state_and_the_next_one_succeeds(
     place: Path, fail: Callable[[Path], None]
 ) -> None:
     shutil.copytree(place / "checkpoint-3", place / "damaged/checkpoint-3")
-    load(place / "checkpoint-3", RANKS)  # Whatever is made once and kept is made now.
+    load(place / "checkpoint-3", RANKS)  # Caches are filled now.
     before = traces(place)
     for _ in range(2):
         with pytest.raises(FlexError):
@@ -202,7 +202,7 @@ def facts(directory: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def test_what_is_read_from_is_never_written_to(place: Path) -> None:
+def test_a_source_directory_is_never_changed(place: Path) -> None:
     source = place / "checkpoint-3"
     before = facts(source)
     for verify in ("off", "size", "full"):

@@ -259,7 +259,7 @@ def test_small_tensors_that_follow_one_another_are_read_by_one_call(tmp_path: Pa
 
 
 @pytest.mark.parametrize("start", [-1, 1])
-def test_bytes_beside_a_tensor_are_not_filled(tmp_path: Path, start: int) -> None:
+def test_bytes_next_to_a_tensor_are_not_filled(tmp_path: Path, start: int) -> None:
     """For any plan: the stored bytes may be anything."""
     values = matrix(tmp_path, 2, 8)
     memory = np.zeros(24, np.float32)
@@ -271,7 +271,7 @@ def test_bytes_beside_a_tensor_are_not_filled(tmp_path: Path, start: int) -> Non
     assert not memory[8:].any()
 
 
-def test_memory_beside_the_targets_is_bounded_for_all_threads_together(tmp_path: Path) -> None:
+def test_memory_other_than_the_targets_is_bounded_for_all_threads_together(tmp_path: Path) -> None:
     values = matrix(tmp_path, 2048, 4096)
     items = [item_of(values.shape, whole(values.shape), (1, 0))]
     slots = empty_slots(items)
@@ -352,7 +352,7 @@ def test_host_arrays_are_bounded_travel_while_the_next_are_read_and_have_all_arr
     assert (max(held), held[-1], travelling[-1]) == (160_000, 0, 0), "what is larger than the bound passes alone"
 
 
-def test_nothing_travels_any_more_when_a_read_has_failed(tmp_path: Path) -> None:
+def test_nothing_is_sent_after_a_failed_read(tmp_path: Path) -> None:
     values, log = matrix(tmp_path, 40, 1000), list[tuple[str, HostSlot]]()
     os.truncate(tmp_path / "matrix", values.nbytes // 2)
     options = ReadOptions(threads=1, staging_memory_bytes=2 * IMAGE_BYTES + 16_000)
@@ -384,7 +384,7 @@ class Trap(ArraySlot, kw_only=True):
         return Memory.of(view)
 
 
-def test_what_is_filled_in_place_is_forgotten_when_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_filled_in_place_is_released_when_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "WINDOW_BYTES", 1 << 20)
     values = matrix(tmp_path, 2000, 8192)
     items = [item_of(values.shape, Box((row, 0), (row + 1, 4)), (0, 1), f"{row:04}") for row in range(2000)]
@@ -494,14 +494,6 @@ def test_no_thread_begins_another_task_after_one_has_failed() -> None:
     with Pool(1) as pool, pytest.raises(StorageError, match="a disk is gone"):
         run_workers(pool, 2, iter(range(9)), work)
     assert drawn == [None]
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Python's own way with an interrupt; a process that a shell has started in the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible", "nothing_left")

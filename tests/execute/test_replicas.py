@@ -48,7 +48,7 @@ def flip(roles: Roles, name: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "tp", "sharded"), [(2, 1, 1), (4, 2, 1), (2, 2, 1), (4, 2, 2), (3, 1, 3)])
 @pytest.mark.parametrize("way", ["off", "warn", "refuse"])
-def test_equal_replicas_are_no_matter_for_a_word(tmp_path: Path, ranks: int, tp: int, sharded: int, way: str) -> None:
+def test_equal_replicas_are_not_reported(tmp_path: Path, ranks: int, tp: int, sharded: int, way: str) -> None:
     reports = save(tmp_path, ranks, tp, way, {}, sharded).results()
     assert {report.differences for report in reports} == {()}
     assert b"differing_replicas" not in (tmp_path / "checkpoint-3/flex_checkpoint.json").read_bytes()
@@ -86,7 +86,7 @@ def test_states_and_parts_of_tensors_are_compared_too_and_like_lines_are_folded(
 
 
 @pytest.mark.parametrize("way", ["warn", "refuse"])
-def test_differences_that_do_not_fit_into_a_message_are_not_taken_for_none(
+def test_differences_that_exceed_a_message_are_still_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     monkeypatch.setattr(replicas, "MAX_TOTAL_BYTES", 1)
@@ -96,7 +96,7 @@ def test_differences_that_do_not_fit_into_a_message_are_not_taken_for_none(
     assert (tmp_path / "checkpoint-3").exists() == (way == "warn")
 
 
-def test_what_one_rank_alone_holds_is_no_replica() -> None:
+def test_a_shard_on_a_single_rank_is_not_a_replica() -> None:
     shard = Shard("a", "float32", (4,), whole((4,)))
     other = Shard("b", "float32", (4,), whole((4,)))
     everyone = [{"model_state": {"a": shard, "b": other}}, {"model_state": {"a": shard}}, {"model_state": {}}]
@@ -106,9 +106,7 @@ def test_what_one_rank_alone_holds_is_no_replica() -> None:
 
 
 @pytest.mark.parametrize(("rows", "row", "holders"), [(1 << 20, 1, 4), (700, 4096, 3), (5, 1 << 20, 16)])
-def test_of_a_large_replica_every_row_has_its_turn_and_a_save_hashes_one_part(
-    rows: int, row: int, holders: int
-) -> None:
+def test_each_save_hashes_one_part_of_a_large_replica_and_every_row_in_turn(rows: int, row: int, holders: int) -> None:
     replica = Replica("model_state", Shard("a", "float32", (rows, row), whole((rows, row))), holders, 0)
     hashed = [hashed_range(replica, step) for step in range(0, 100_000, 500)]
     assert all(0 < high - low <= (rows // holders + 1) * row for low, high in hashed)
@@ -160,7 +158,7 @@ def test_one_big_tensor_that_every_rank_holds_is_written_by_all_of_them(ranks: i
     assert max(found) <= 1.01 * sum(found) / ranks
 
 
-def test_a_big_tensor_levels_out_what_its_holders_write_besides_and_is_not_cut_for_slivers() -> None:
+def test_a_big_tensor_balances_the_bytes_of_its_writers_without_tiny_cuts() -> None:
     own, shared = tensor("own", 5 * MEBI), tensor("shared", 15 * MEBI // 4, 4)
     assert loads(assign_writers([held(own, shared), held(shared)])) == [40 * MEBI, 40 * MEBI]
     big, nearly = tensor("big", 6 * MEBI // 4, 4), tensor("nearly", 5 * MEBI + 100)
@@ -188,7 +186,7 @@ def test_the_shards_of_a_job_are_numbered_by_role_and_name_and_decoded_as_they_w
     assert job.holders("optimizer_state", "a") == []
 
 
-def test_what_a_rank_is_told_of_writers_does_not_grow_with_equal_ranks() -> None:
+def test_the_writer_assignment_message_does_not_grow_with_equal_ranks() -> None:
     one = held(*(tensor(f"layers.{number}", 3 * MEBI, 4) for number in range(100)))
     few, many = (msgspec.msgpack.encode(Writers(job_of([one] * ranks)).assignment) for ranks in (8, 64))
     # Of each rank: a difference, its load and the number of a pattern.

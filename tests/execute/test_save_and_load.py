@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import threading
 from pathlib import Path
@@ -42,7 +41,6 @@ from tests.execute.simulated import (
     save,
     succeed,
 )
-from verification.digests import canonical_digests
 
 # Tensor-parallel degree and sharding degree of the optimizer; ranks are their product.
 PAIRS = [
@@ -128,7 +126,7 @@ def test_a_live_model_is_exported_into_the_output_directory_where_that_is_mounte
 def test_an_export_that_is_there_does_not_fail_by_what_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path / "hf" / "checkpoint-3")  # It is written into, for it holds a directory.
+    save(tmp_path / "hf" / "checkpoint-3")  # The export writes into this directory, because it contains another one.
     unlink = os.unlink
 
     def refuse(path: Any) -> None:
@@ -146,7 +144,7 @@ def test_an_export_that_is_there_does_not_fail_by_what_cannot_be_deleted(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_what_is_kept_beside_a_checkpoint_may_have_a_name_that_is_no_text(tmp_path: Path, tp: int) -> None:
+def test_other_files_of_a_checkpoint_may_have_names_that_are_not_utf8(tmp_path: Path, tp: int) -> None:
     output = tmp_path / os.fsdecode(b"out\xff")
     try:
         (output / "checkpoint-3").mkdir(parents=True)
@@ -158,18 +156,9 @@ def test_what_is_kept_beside_a_checkpoint_may_have_a_name_that_is_no_text(tmp_pa
     load(output / "checkpoint-3", tp)
 
 
-def test_digests_are_those_of_the_canonical_tensors(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-3", ARRAYS, 2, 2)
-    found = {(digest.role, digest.name): digest.md5 for digest in canonical_digests(tmp_path / "checkpoint-3")}
-    for name, array in ARRAYS.items():
-        assert found["model_state", name] == hashlib.md5(array.tobytes()).hexdigest()
-        moment = np.ascontiguousarray(array.T * 10).T
-        assert found["optimizer_state", f"{name}.moment1_0"] == hashlib.md5(moment.tobytes()).hexdigest()
-
-
 @pytest.mark.parametrize("verify", ["off", "size", "full"])
 @pytest.mark.parametrize("what", ["", "model_state/rank-00000.safetensors"], ids=["checkpoint", "file"])
-def test_what_is_replaced_between_check_and_read_is_refused(tmp_path: Path, verify: str, what: str) -> None:
+def test_a_file_replaced_between_check_and_read_is_rejected(tmp_path: Path, verify: str, what: str) -> None:
     place = tmp_path / "checkpoint-3"
     save(place)
     save(tmp_path / "checkpoint-4", canonical(seed=1))
@@ -229,7 +218,7 @@ FUSED_NAMES = (
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_users_statements_drop_a_layer_and_the_rest_is_derived(tmp_path: Path, tp: int) -> None:
+def test_user_statements_drop_a_layer_and_the_other_mappings_are_derived(tmp_path: Path, tp: int) -> None:
     save(tmp_path / "checkpoint-3", canonical(layers=3), 2)
     statements = [f"model.layers.2.{name}.weight -> _" for name in FUSED_NAMES]
     two = {name: array for name, array in canonical(layers=3).items() if "layers.2." not in name}
@@ -237,7 +226,7 @@ def test_a_users_statements_drop_a_layer_and_the_rest_is_derived(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("stored", "tp"), [(1, 1), (1, 2), (2, 1)])
-def test_a_users_statements_move_a_layer_with_its_moments_and_leave_a_new_one_fresh(
+def test_user_statements_move_a_layer_with_its_moments_and_leave_a_new_one_uninitialized(
     tmp_path: Path, stored: int, tp: int
 ) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, stored)
@@ -260,7 +249,7 @@ def test_a_users_statements_move_a_layer_with_its_moments_and_leave_a_new_one_fr
 
 @pytest.mark.parametrize("joined", ["axis=0", "axis=1", "fused_ffn"])
 @pytest.mark.parametrize(("stored", "tp"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_statements_that_cut_a_fused_tensor_move_whole_parts_or_are_refused(
+def test_statements_that_split_a_fused_tensor_move_complete_parts_or_are_rejected(
     tmp_path: Path, stored: int, tp: int, joined: str
 ) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, stored)

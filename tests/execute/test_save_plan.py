@@ -259,7 +259,7 @@ def test_files_are_bounded_and_tensors_that_do_not_fit_are_cut(
     assert whole == {digest.md5 for digest in canonical_digests(tmp_path / "b")}
 
 
-def test_what_is_not_contiguous_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_noncontiguous_tensor_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paddleformers_fc.execute.memory._PIECE_BYTES", 100)
     numbers = np.arange(7 * 5 * 4, dtype=np.float32).reshape(7, 5, 4)
     turned = paddle.to_tensor(numbers).transpose([2, 0, 1])

@@ -91,7 +91,7 @@ def bits(held: Sequence[simulate_ranks.Roles]) -> list[tuple[str, str, bytes]]:
     ],
 )
 @pytest.mark.parametrize(("before", "after"), [("tp=2", "pp=2"), ("sharding=2,stage=3", "tp=2")])
-def test_what_no_statement_names_is_derived_where_the_models_names_are_others(
+def test_mappings_without_a_statement_are_derived_if_the_models_names_differ(
     tmp_path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any], before: str, after: str
 ) -> None:
     checkpoint, model = saved(tmp_path / "checkpoint-1", laid_out(before, stored)), laid_out(after, wanted)
@@ -99,7 +99,7 @@ def test_what_no_statement_names_is_derived_where_the_models_names_are_others(
     assert bits(found) == bits(simulate_ranks.load(checkpoint, model))
 
 
-def test_what_a_statement_removes_is_not_derived_all_the_same(tmp_path: Path) -> None:
+def test_a_tensor_that_a_statement_removes_is_not_derived(tmp_path: Path) -> None:
     checkpoint, model = saved(tmp_path / "checkpoint-1", laid_out("tp=2", {**LLAMA, **FUSED})), laid_out("tp=2", LLAMA)
     with pytest.raises(MappingError, match=r"model.layers.0.mlp.gate_proj.weight: \[0:16, 0:32\] is not written"):
         load_with(checkpoint, model, ["model.layers.0.mlp.gate_up_fused_proj.weight -> _"])

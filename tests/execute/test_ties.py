@@ -318,7 +318,7 @@ def test_a_diverged_checkpoint_is_never_the_newest_on_any_disk(tmp_path: Path) -
     assert f"model_state {LM_HEAD} on rank 1, {EMBEDDING} on rank 0" in warnings[0]
 
 
-def test_where_all_are_diverged_none_is_resumed_by_itself(tmp_path: Path) -> None:
+def test_if_all_checkpoints_are_diverged_an_automatic_resume_takes_none(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", "pp=2", flip(LM_HEAD))
     with pytest.raises(NotACheckpoint):
         require_newest(Search(tmp_path, LocalChannel(), lambda _: None))

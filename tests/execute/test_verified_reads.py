@@ -23,19 +23,18 @@ from paddleformers_fc.execute.exchange import ReadContext, Replicas, Traffic, re
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import LoadReport, prepare_weights
 from paddleformers_fc.execute.reading import ArraySlot
-from paddleformers_fc.formats.flex import open_flex
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.block_owners import RecordedBlocks
 from paddleformers_fc.plan.items import LoadPlan, ReadItem, StoredPart
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage import executor, identities as identities_module
-from paddleformers_fc.storage.checksum import INDEX_NAME, BlockHasher
+from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.identities import identities_of, same_bytes_key
 from paddleformers_fc.storage.paths import parse_path
 from paddleformers_fc.storage.remote import RemoteStatus
 from paddleformers_fc.storage.safetensors import read_header
-from tests.execute.simulated import ARRAYS, MODEL, attempt, flip, job, live, load, save, succeed
+from tests.execute.simulated import ARRAYS, MODEL, attempt, flip, job, live, save, succeed
 from tests.harness.sealing import reseal
 
 ROLE, FILE, BLOCK = "model_state", "numbers", 400
@@ -280,21 +279,6 @@ def flip_end_of(path: Path, name: str) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_byte_that_is_read_is_refused_by_file_and_block_on_every_rank(checkpoint: Path, ranks: int) -> None:
-    at = flip_end_of(checkpoint / WEIGHTS, NAME)
-    (line,) = attempt_full(checkpoint, ranks).error(Corrupt).evidence
-    assert f"{WEIGHTS} does not match its checksum in 1 of" in line
-    assert f"block {at // BLOCK_BYTES} (from byte {at // BLOCK_BYTES * BLOCK_BYTES})" in line
-    assert ("found by rank 0" in line) == (ranks > 1)
-
-
-@pytest.mark.parametrize("name", ["mapping.json", "config.json", INDEX_NAME])
-def test_a_byte_of_a_document_is_refused_on_every_rank(checkpoint: Path, name: str) -> None:
-    flip(checkpoint / name, 10)
-    assert f"{name} does not match its checksum" in str(attempt_full(checkpoint, 2).error(Corrupt))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("at", [3, 9, 200, "its end"])
 def test_a_byte_of_a_header_is_refused_before_any_tensor_changes(checkpoint: Path, ranks: int, at: int | str) -> None:
     path = checkpoint / STATES
@@ -306,13 +290,6 @@ def test_a_byte_of_a_header_is_refused_before_any_tensor_changes(checkpoint: Pat
         assert "are undefined" not in str(outcome)
     # No rank opens a file that it does not read.
     attempt_full(checkpoint, ranks, "model_state").results()
-
-
-def test_a_byte_that_no_rank_reads_does_not_matter_to_a_load_and_is_found_by_a_check_of_all(checkpoint: Path) -> None:
-    flip_end_of(checkpoint / "optimizer_state/rank-00000.safetensors", f"{NAME}.moment1_0")
-    attempt_full(checkpoint, 2, "model_state").results()
-    with pytest.raises(Corrupt, match="optimizer_state/rank-00000"):
-        open_flex(checkpoint, "full")
 
 
 def test_an_export_under_full_finds_a_byte_that_no_header_and_no_document_holds(checkpoint: Path) -> None:
@@ -344,16 +321,6 @@ def test_a_load_under_full_whose_reads_the_system_refuses_is_refused_on_every_ra
     error = attempt(checkpoint, ranks=ranks, verify="full").error(StorageError)
     assert unread in str(error)
     assert "tensors that were being filled are undefined" in error.what
-
-
-def test_every_rank_hashes_its_share_and_no_block_is_hashed_twice_or_without_a_full_check(checkpoint: Path) -> None:
-    (alone,), two = (load(checkpoint, ranks, verify="full") for ranks in (1, 2))
-    held = live(ARRAYS, 1, 0).values()
-    wanted = sum(weight.local_tensor.numpy().nbytes for names in held for weight in names.values())
-    assert 0.9 * wanted < alone.bytes_hashed < 1.1 * wanted
-    assert sum(report.bytes_hashed for report in two) == alone.bytes_hashed
-    assert all(report.bytes_hashed < 0.65 * alone.bytes_hashed for report in two)
-    assert [report.bytes_hashed for report in load(checkpoint, 2)] == [0, 0]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -55,7 +55,7 @@ def _configured(source: Mapping[str, Any], kept: bool, changed: Mapping[str, Any
         documents.correct(model.config, source)
         documents.take_over(model, source, None)
     documents.keep_use_cache(model)
-    model.config.use_cache = False  # As every Trainer sets it.
+    model.config.use_cache = False  # Every Trainer sets it.
     for key, value in (changed or {}).items():
         setattr(model.config, key, value)
     return model

@@ -48,7 +48,7 @@ FILES[("qwen3_5_moe", False)] = "../qwen3_5/modeling.py"  # Its class is that of
 MACRO = "_register_fused_in_proj_macro"
 """The function by which Qwen 3.5 teaches Paddle's engine a fused layout."""
 
-# What these functions use of their module. No model here has windows.
+# The module globals that these functions use. No model here has windows.
 SCOPE = {"math": math, "is_layer_window_attention": lambda *_: False}
 
 
@@ -78,7 +78,7 @@ def statements(
     kind = SimpleNamespace(base_model_class=None, base_model_prefix="model", is_fleet=fleet, **attributes)
     kind._checkpoint_conversion_mapping = CONVERSIONS.get(model_type, {})
     kind._tied_weights_keys = ["lm_head.weight"]
-    kind._inject_norm_dtype = lambda *_: None  # Of DeepSeek V3.2: casts of norms.
+    kind._inject_norm_dtype = lambda *_: None  # DeepSeek V3.2 casts its norms.
     kind.get_layer_attn_split_info = functions.get("get_layer_attn_split_info")
     return list(function(kind, _config(config))["aoa_statements"])
 

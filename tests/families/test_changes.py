@@ -46,7 +46,7 @@ def refused(saved: dict[str, Any], now: dict[str, Any], *allowed: str) -> str:
         ("layer_types", ["full_attention"], ["sliding_attention"]),
     ],
 )
-def test_what_changes_the_meaning_of_weights_is_refused_unless_its_key_is_named(key: str, saved: Any, now: Any) -> None:
+def test_a_key_that_changes_the_meaning_of_weights_is_rejected_unless_allowed(key: str, saved: Any, now: Any) -> None:
     for stored, live in (({key: saved}, {key: now}), ({"text_config": {key: saved}}, {"text_config": {key: now}})):
         assert key in refused(stored, live)
         assert refused(stored, live, next(iter(stored))) == ""
@@ -80,11 +80,11 @@ def test_values_with_the_same_meaning_are_no_change() -> None:
     assert changed(saved, {"rope_theta": 10000.0}) == changed({"rope_theta": 10000.0}, saved) == []
 
 
-def test_true_is_not_one() -> None:
+def test_true_and_one_are_different_values() -> None:
     assert [one.key for one in changed({"moe_gate": True}, {"moe_gate": 1})] == ["moe_gate"]
 
 
-def test_a_value_that_is_held_under_several_keys_is_one_change_and_any_of_them_allows_it() -> None:
+def test_a_value_under_several_keys_is_one_change_and_any_of_the_keys_allows_it() -> None:
     saved, now = (
         {"rope_theta": theta, "rope_parameters": {"rope_theta": theta}, "moe_k": k, "num_experts_per_tok": k}
         for theta, k in ((1e4, 2), (2e4, 1))
@@ -101,7 +101,7 @@ def test_changes_of_equal_values_under_other_keys_stay_apart() -> None:
     assert "flex_allow_config_changes: [n_group, topk_group]" in text
 
 
-def test_of_tensors_that_do_not_fit_no_key_is_offered() -> None:
+def test_no_key_is_offered_for_tensors_that_do_not_fit() -> None:
     rank = Change("lora.r", "4", "8", frozenset({"lora.r"}), "adapters have another rank")
     check_changes_allowed([rank], ["lora"], "checkpoint-3", fits=False)
     with pytest.raises(MismatchError) as raised:
@@ -118,7 +118,7 @@ def test_a_leaf_of_a_nested_value_is_named_with_dots() -> None:
     assert refused(saved, now, "rope_scaling.rope_type") != ""
 
 
-def test_of_an_incomplete_configuration_only_what_it_holds_is_compared() -> None:
+def test_an_incomplete_configuration_is_compared_by_its_own_keys_only() -> None:
     assert changed({"hidden_act": "silu"}, {"hidden_act": "silu", "rope_theta": 2e4}, complete=False) == []
     nested = ({"text_config": one} for one in ({"hidden_act": "silu"}, {"hidden_act": "silu", "rope_theta": 2e4}))
     assert changed(*nested, complete=False) == []

@@ -69,7 +69,7 @@ def undeclared(source: dict[str, Any], changes: dict[str, list[Any]]) -> list[st
         full, sliding = rotary.get("full_attention", rotary), rotary.get("sliding_attention", {})
         described = {"rope_local_base_freq": sliding.get("rope_theta"), **full}
         declared = {
-            # What a family declares: sizes under each of their names, and keys of layers that a class does not build.
+            # A family declares sizes under each of their names, and keys of layers that a class does not build.
             **dict.fromkeys(family_for(source).exported, after),
             # A text has the tie of the whole model: Transformers 4 and PaddleFormers read it there.
             "tie_word_embeddings": source.get("tie_word_embeddings") if path.startswith("text_config.") else None,
@@ -96,7 +96,7 @@ def test_an_export_has_the_configuration_of_its_source_but_for_declared_changes(
         parts = (one, *(part for part in one.values() if isinstance(part, dict)))
         dtypes = {part[key] for part in parts for key in ("dtype", "torch_dtype") if key in part}
         assert dtypes == {"float32"}, name
-    # What versions of Transformers have read.
+    # The configurations that versions of Transformers read.
     if os.environ.get(WRITE):
         given = {name: {**READERS.get(name, {}), "changes": one} for name, one in changes.items()}
         config_readers.write({**READERS, **given})

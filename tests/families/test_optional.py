@@ -69,7 +69,7 @@ def test_the_bias_of_aux_free_routing_that_one_layer_of_a_file_lacks_is_missing(
         load(tmp_path, "ernie4_5_moe", stored, **config)
 
 
-def test_what_deepseek_repeats_in_its_prediction_layer_is_dropped_and_the_bias_it_lacks_is_fresh(
+def test_repeated_tensors_of_a_deepseek_prediction_layer_are_dropped_and_its_missing_bias_is_uninitialized(
     tmp_path: Path,
 ) -> None:
     stored = canonical("deepseek_v3")
@@ -84,7 +84,7 @@ def test_what_deepseek_repeats_in_its_prediction_layer_is_dropped_and_the_bias_i
 
 
 @pytest.mark.parametrize("leaf", ["o_proj.weight_scale_inv", "q_b_proj.bias"])
-def test_what_belongs_to_a_layer_that_is_read_is_not_dropped_from_a_prediction_layer(tmp_path: Path, leaf: str) -> None:
+def test_tensors_of_a_prediction_layer_that_the_model_has_are_not_dropped(tmp_path: Path, leaf: str) -> None:
     name = f"model.layers.2.self_attn.{leaf}"
     stored = canonical("deepseek_v3") | {name: np.ones(1)}
     with pytest.raises(MismatchError, match=name):

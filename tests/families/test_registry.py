@@ -138,7 +138,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_what_fails_is_named_with_its_distribution_and_leaves_nothing_behind(site: Path, fault: str) -> None:
+def test_a_failing_family_is_named_with_its_distribution_and_not_registered(site: Path, fault: str) -> None:
     source, named = BROKEN[fault]
     install(site, source)
     for _ in range(2):

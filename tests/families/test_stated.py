@@ -45,7 +45,7 @@ def test_a_rank_takes_the_rules_of_its_tensors_and_of_what_they_are_tied_to() ->
     prove(held.mapping())
 
 
-def test_rules_that_split_a_tensor_are_kept_whole_on_a_rank_with_one_part() -> None:
+def test_rules_that_split_a_tensor_are_kept_completely_on_a_rank_with_one_part() -> None:
     targets = {name: TensorSpec((2, 3), "float32") for name in ("a", "b")}
     rules = RuleSet(targets, (Rule(("ab",), ("a", "b"), (2, 2), 0, (0, 1)),))
     held = bind_model(ModelDescription({}, rules=rules), [ModelTensor("a", (2, 3), "float32", (1, 1))])
@@ -74,7 +74,7 @@ def test_tensors_of_equal_names_and_other_cuts_are_refused_unless_a_statement_as
     assert refused.value.evidence == ("fc.weight: stored in 1 x 2 shards, the model has 1 x 1",)
 
 
-def test_stated_rules_are_stored_once_as_the_rules_of_the_checkpoint() -> None:
+def test_user_mapped_rules_are_stored_once_as_the_rules_of_the_checkpoint() -> None:
     document = encode_mapping(ModelDescription({"hidden_size": 4}, rules=NAMED), NAMED)
     assert decode_mapping(document, "mapping.json") == (ModelDescription({"hidden_size": 4}), NAMED)
     assert document.count(b"head.weight") == encode_mapping(ModelDescription({}), NAMED).count(b"head.weight")

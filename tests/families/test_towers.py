@@ -53,7 +53,7 @@ def test_a_nested_key_that_differs_between_config_json_and_the_stored_model_is_r
     assert caught.value.evidence == ("vision_config.num_heads: 2 in config.json, 4 in mapping.json",)
 
 
-def test_a_tie_is_read_where_a_class_hands_it_down_to_the_text_and_that_of_the_whole_model_precedes() -> None:
+def test_a_tie_of_the_text_model_is_read_and_that_of_the_outer_model_takes_precedence() -> None:
     text = {"text_config": {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 16, "tie_word_embeddings": True}}
     for outer, tied in (({}, True), ({"tie_word_embeddings": True}, True), ({"tie_word_embeddings": False}, False)):
         assert bool(tied_names(FAMILY, ModelDescription({**outer, **text}))) is tied

@@ -261,7 +261,7 @@ def test_adapters_that_are_not_those_of_their_base_are_refused(
         ({"A": (64, 4), "B": (4, 64)}, {"r": 8, "lora_alpha": 16}, "q_proj.lora_A: stored [64, 4], expected [64, 8]"),
     ],
 )
-def test_adapters_of_paddleformers_that_are_not_whole_or_of_another_rank_are_refused(
+def test_paddleformers_adapters_that_are_incomplete_or_of_another_rank_are_rejected(
     shapes: dict[str, tuple[int, ...]], changes: dict[str, int], evidence: str, tmp_path: Path
 ) -> None:
     source = base_of(tmp_path / "adapters", {**LLAMA, "architectures": ["AForCausalLMDeprecated"]})

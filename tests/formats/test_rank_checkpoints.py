@@ -379,7 +379,7 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_not_one_whole_checkpoint_is_refused_with_evidence_and_advice(
+def test_an_incomplete_or_mixed_checkpoint_is_rejected_with_evidence_and_a_next_step(
     damage: str, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     change, kind, message, evidence = DAMAGES[damage]

@@ -68,7 +68,7 @@ def test_files_of_ranks_under_other_names_are_refused(
     assert_refused(lambda: open_checkpoint(copy), Corrupt, several, evidence)
 
 
-def test_weights_beside_the_optimizer_states_of_another_run_are_refused(runs: Runs, tmp_path: Path) -> None:
+def test_weights_with_optimizer_states_of_another_run_are_rejected(runs: Runs, tmp_path: Path) -> None:
     copy = shutil.copytree(runs(*RUNS["half"]), tmp_path / "checkpoint-2")
     for name in MODELS:
         shutil.copy(runs(*RUNS["half of another run"]) / name, copy)

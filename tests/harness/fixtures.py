@@ -1,7 +1,8 @@
-"""The fork servers, as pytest fixtures that live as long as the session."""
+"""Fixtures of the whole suite: the fork servers, which live as long as the session, and interrupts."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -61,3 +62,11 @@ def bare_ranks() -> Iterator[ForkServer]:
     """The same without the CPU runtime: what Paddle and PaddleFormers do by themselves."""
     with ForkServer(preload=[*(entry for entry in PRELOAD if ":" not in entry), *THEIRS, FREEZE]) as server:
         yield server
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Restore Python's own handling of interrupts, which a process in the background of a shell ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -35,7 +35,7 @@ def test_a_grid_is_written_as_it_is_read(text: str) -> None:
     assert parse_grid(str(parse_grid(text.upper().lower()))) == parse_grid(text)
 
 
-def test_what_is_not_named_is_as_by_default() -> None:
+def test_unnamed_degrees_have_their_defaults() -> None:
     assert parse_grid("tp=2, pp=2,stage=1,split=FALSE") == ParallelGrid(tp=2, pp=2)
     assert parse_grid("") == ParallelGrid()
     assert parse_grid("dp=2,sep=1,cp=1") == ParallelGrid(dp=2)
@@ -141,7 +141,7 @@ def test_items_are_distributed_to_stages_as_by_paddle(items: int, parts: int) ->
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=40), st.integers(1, 5))
-def test_whole_states_are_distributed_as_by_paddle(sizes: list[int], ranks: int) -> None:
+def test_unsliced_states_are_distributed_as_by_paddle(sizes: list[int], ranks: int) -> None:
     parameters = [SimpleNamespace(name=str(index), shape=[size]) for index, size in enumerate(sizes)]
     optimizer: Any = SimpleNamespace(_sharding_world_size=ranks, _parameter_list=parameters)
     theirs = DygraphShardingOptimizer._partition_parameters(optimizer)

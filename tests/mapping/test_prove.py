@@ -36,7 +36,7 @@ def test_a_mapping_that_would_change_a_number_is_refused_and_its_fault_named(
         prove(mapping)
 
 
-def test_a_dropped_source_and_a_fresh_target_are_declared() -> None:
+def test_dropped_sources_and_uninitialized_targets_are_declared() -> None:
     targets = {**MAPPING.targets, "y": TensorSpec((1,), "float32")}
     declared = {"dropped": frozenset({"z"}), "fresh": frozenset({"y"})}
     prove(structs.replace(MAPPING, sources=EXTRA, targets=targets, **declared))

@@ -101,7 +101,7 @@ def test_equal_stacks_of_experts_compose_to_whole_tensors(blocks: int) -> None:
     assert item.source_box == item.target_box == whole((5, 3, 8))
 
 
-def test_stacks_in_another_order_are_not_taken_for_whole_tensors() -> None:
+def test_stacks_in_another_order_are_not_composed_to_complete_tensors() -> None:
     def stacked(order: list[int]) -> TensorMapping:
         rules = [Rule((f"{e}",), ("stack",), (4,), 1, (-1, 0), slab=Slab(0, at, at + 1)) for at, e in enumerate(order)]
         return rule_set(*rules, stack=(3, 4)).mapping()
@@ -124,7 +124,7 @@ def test_rules_survive_json() -> None:
     assert decode_rules(encode_rules(rules), "here") == rules
 
 
-def test_equal_texts_are_read_once_and_no_other_is_taken_for_them() -> None:
+def test_equal_rule_texts_are_parsed_once_and_different_ones_separately() -> None:
     rules = RuleSet({"b": TensorSpec((2,), "float32")}, (Rule(("a",), ("b",), (2,), 0, (0,)),))
     other = structs.replace(rules, fresh=("b",))
     first = decode_rules(encode_rules(rules), "here")

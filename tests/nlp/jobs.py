@@ -128,7 +128,7 @@ def train(
     class Remember(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if resume is not None:
-                trainer._save_checkpoint(trainer.model)  # What was loaded, before the first step.
+                trainer._save_checkpoint(trainer.model)  # The loaded state, before the first step.
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if logs and "loss" in logs:

@@ -130,7 +130,7 @@ def digests(checkpoint: Path) -> dict[tuple[str, str], str]:
     ],
     ids=lambda one: one.name if isinstance(one, MatrixLayout) else one if isinstance(one, str) else "-".join(one),
 )
-def test_what_one_layout_saves_another_one_resumes(
+def test_a_checkpoint_of_one_layout_resumes_under_another(
     runs: Runs,
     tmp_path: Path,
     name: str,
@@ -216,7 +216,7 @@ def test_checkpoints_are_exchanged_with_paddleformers_both_ways(runs: Runs, tmp_
     assert digests(loaded) == digests(tmp_path / "formers" / "checkpoint-2")
 
 
-def test_averages_are_saved_in_and_beside_the_steps_and_loaded_under_another_layout(
+def test_averages_are_saved_blocking_and_asynchronously_and_loaded_under_another_layout(
     ranks: ForkServer, tmp_path: Path
 ) -> None:
     averaged = {"max_steps": 4, "save_steps": 2, "flex_ema_decay": 0.9}
@@ -252,7 +252,7 @@ def test_open_weights_are_read_under_tensor_parallelism(runs: Runs, ranks: ForkS
     assert exported.diff(paddleformers_fc.open(str(output / "export")), role="model_state").equal
 
 
-def test_what_is_not_supported_is_refused_by_name(ranks: ForkServer, tmp_path: Path) -> None:
+def test_unsupported_options_are_rejected_by_name(ranks: ForkServer, tmp_path: Path) -> None:
     (errors,) = ranks.run(f"{JOBS}:refusals", 1, {"output_dir": str(tmp_path)}).values
     texts = {
         "stage2": "sharding",

@@ -19,7 +19,7 @@ NOT_COMPARED = dict.fromkeys(
 )
 """Families whose logits are not compared with those of Transformers, and the reasons."""
 
-# What PaddleFormers gets wrong, so that there are no logits to compare.
+# Faults of PaddleFormers that leave no logits to compare.
 EVERY_LAYER = "model.layers.0.mlp.gate.weight: shape [32, 4] is declared for `stepped("
 REFUSED = {
     "qwen2_moe-every_second_layer": EVERY_LAYER,  # It builds experts in layers that have none.

@@ -187,7 +187,7 @@ def test_trouble_with_dtypes_alone_is_answered_with_the_options_that_set_them() 
 
 
 @pytest.mark.parametrize("shape", [(6,), (10,), (8, 1)])
-def test_a_tensor_without_a_canonical_form_is_taken_over_whole_or_refused(shape: tuple[int, ...]) -> None:
+def test_a_tensor_without_a_canonical_form_is_loaded_completely_or_rejected(shape: tuple[int, ...]) -> None:
     def model(of: tuple[int, ...]) -> RuleSet:
         return RuleSet({"table": TensorSpec(of, "float32")}, (), fresh=("table",))
 

@@ -77,7 +77,7 @@ def test_a_forecast_counts_what_the_plan_of_every_rank_holds(stored: str, wanted
     assert not found.fresh
 
 
-def test_a_forecast_onto_the_same_grid_reads_what_is_held_and_copies_nothing() -> None:
+def test_a_forecast_for_the_same_grid_reads_each_shard_once_without_copies() -> None:
     model = laid_out("tp=2,sharding=2,split=true")
     source, report = resume_source(checkpoint_of(model), model.rules)
     found = PlannedLoad(source, model, report).plan()

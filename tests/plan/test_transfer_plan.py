@@ -84,7 +84,7 @@ def test_all_ranks_go_through_the_same_rounds_within_the_bound(
         taken = [schedule.rounds[number] for schedule in schedules]
         assert any(taken)
         for rank, pieces in enumerate(taken):
-            # What a rank gets, the rank that it comes from sends in the same round, in the same order.
+            # A rank receives in the same round and order in which the other rank sends.
             for owner in {piece.move.owner for piece in pieces}:
                 owned = [piece for piece in taken[owner] if piece.move.owner == owner]
                 theirs = [piece for piece in owned if rank in (owner, *piece.move.receivers)]

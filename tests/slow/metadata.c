@@ -1,9 +1,7 @@
-// A library for LD_PRELOAD: a file server whose metadata is slow, stale or failing, below one directory.
+// A library for LD_PRELOAD: a file server whose metadata is slow and stale, below one directory.
 //
 // FLEX_SLOW_ROOT       the directory; calls on other paths are untouched
 // FLEX_SLOW_MS         milliseconds that every call on metadata takes longer: open, stat, rename, unlink, mkdir, ...
-// FLEX_SLOW_COUNT      a file that grows by a byte with every such call of the process
-// FLEX_SLOW_FSYNC      a part of a path whose fsync fails with EIO
 // FLEX_SLOW_STALE_MS   milliseconds for which attributes of a path are those of the first look, as a client of NFS has
 //                      them; a file that this process opens is looked at again, and what is absent is never remembered
 #define _GNU_SOURCE
@@ -41,21 +39,12 @@ static double milliseconds(const char* variable) {
   return value == NULL ? 0 : atof(value);
 }
 
-static void count(void) {
-  const char* path = getenv("FLEX_SLOW_COUNT");
-  if (path == NULL) return;
-  int file = NEXT(open)(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
-  if (file < 0 || write(file, "", 1) != 1) abort();
-  close(file);
-}
-
 // Delay a call on metadata, and return whether it is one below the root.
 static int slow(const char* path) {
   if (!is_below(path)) return 0;
   double wait = milliseconds("FLEX_SLOW_MS");
   struct timespec time = {(time_t)(wait / 1e3), (long)(wait * 1e6) % 1000000000};
   if (wait > 0) nanosleep(&time, NULL);
-  count();
   return 1;
 }
 
@@ -160,22 +149,3 @@ DIR* opendir(const char* path) {
   slow(path);
   return NEXT(opendir)(path);
 }
-
-static int sync_fails(int descriptor) {
-  const char* part = getenv("FLEX_SLOW_FSYNC");
-  char link[64], path[PATH_MAX] = "";
-  snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
-  if (readlink(link, path, sizeof path - 1) < 0 || !slow(path)) return 0;
-  return part != NULL && strstr(path, part) != NULL;
-}
-
-#define SYNCING(name)                  \
-  int name(int descriptor) {           \
-    if (sync_fails(descriptor)) {      \
-      errno = EIO;                     \
-      return -1;                       \
-    }                                  \
-    return NEXT(name)(descriptor);     \
-  }
-SYNCING(fsync)
-SYNCING(fdatasync)

@@ -22,7 +22,7 @@ CREDENTIALS = {
     "AWS_SECRET_ACCESS_KEY": "the-secret-of-a-test",
     "AWS_SESSION_TOKEN": "the-token-of-a-test",
 }
-# Whatever this machine's user has set up for the real S3 has no part in a test.
+# The user's own S3 configuration must not affect tests.
 _NOTHING = {"AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null", "no_proxy": "127.0.0.1"}
 _UNWANTED = ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 # Headers in which a request shows who asks; the token comes first, because errors tell the beginning of a long text.

@@ -145,8 +145,8 @@ def running_on(machine: Machine) -> AbstractContextManager[net.Net]:
     return net.cast(net.Net(machine))
 
 
-def flip(path: Path, at: int, bits: int = 1) -> None:
-    """Change bits of one byte of a file."""
+def flip(path: Path, at: int = -1, bits: int = 1) -> None:
+    """Change bits of one byte of a file, by default of the last."""
     raw = bytearray(path.read_bytes())
     raw[at] ^= bits
     path.write_bytes(raw)

@@ -48,7 +48,7 @@ def rewrite(directory: Path, **changed: object) -> None:
     (directory / MANIFEST_NAME).write_text(json.dumps(document) + "\n")
 
 
-def test_what_is_written_is_read_also_after_an_interrupted_attempt(tmp_path: Path) -> None:
+def test_a_written_manifest_is_read_even_after_an_interrupted_attempt(tmp_path: Path) -> None:
     write_manifest(tmp_path, manifest_of([RECEIPT], step=1))
     (tmp_path / manifest_module._PARTIAL_NAME).write_text("half")
     written = manifest_of([RECEIPT])
@@ -71,7 +71,7 @@ def test_no_manifest_is_no_checkpoint(tmp_path: Path, make: str) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE])
-def test_a_manifest_that_cannot_be_opened_is_not_taken_for_a_missing_one(
+def test_an_unreadable_manifest_is_not_treated_as_missing(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuse(path: Path, flags: int) -> int:
@@ -214,7 +214,7 @@ def test_a_manifest_without_its_last_byte_is_corrupt(checkpoint: Path) -> None:
         read_manifest(checkpoint)
 
 
-# What can happen to a checkpoint, the lowest level that finds it, and the message.
+# Damage of a checkpoint, the lowest level that finds it, and the message.
 OTHER, EMA = "model_state/rank-00001.safetensors", "ema_state/rank-00000.safetensors"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "missing file": (lambda d: (d / WEIGHTS).unlink(), "size", f"{WEIGHTS} is missing"),
@@ -327,7 +327,7 @@ def test_many_bad_blocks_of_a_file_are_folded(checkpoint: Path) -> None:
         verify_files(checkpoint, read_manifest(checkpoint), "full", recorded=blocks)
 
 
-def test_blocks_and_spans_larger_than_a_read_are_checked_whole(
+def test_blocks_and_spans_larger_than_a_read_are_checked_completely(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks_module, "_READ_BYTES", 7)

@@ -19,14 +19,14 @@ from tests.storage.support import STATE, WEIGHTS, leave, save
 
 def test_the_highest_step_wins_by_number_not_by_text(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path / "gone") == (None, [])
-    (tmp_path / "checkpoint-1").mkdir()  # One that is older is not looked at.
+    (tmp_path / "checkpoint-1").mkdir()  # An older checkpoint is not checked.
     assert newest_checkpoint(tmp_path)[0] is None
     for step in (9, 10, 100, 11):
         save(tmp_path / f"checkpoint-{step}", step)
     assert newest_checkpoint(tmp_path) == (tmp_path / "checkpoint-100", [])
 
 
-def test_damaged_and_empty_ones_are_passed_over_with_the_reason(tmp_path: Path) -> None:
+def test_damaged_and_empty_checkpoints_are_skipped_with_the_reason(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save(tmp_path / f"checkpoint-{step}", step)
     (tmp_path / "checkpoint-2" / WEIGHTS).unlink()
@@ -87,7 +87,7 @@ def test_an_unfinished_or_removed_directory_never_counts_even_if_it_is_complete(
     ],
     ids=["its own", "the manifest", "a file", "a directory of files"],
 )
-def test_links_in_a_circle_are_a_reason_to_pass_over_a_checkpoint(tmp_path: Path, circle: str, reason: str) -> None:
+def test_a_checkpoint_with_a_symlink_loop_is_skipped(tmp_path: Path, circle: str, reason: str) -> None:
     for step in (1, 2):
         save(tmp_path / f"checkpoint-{step}", step)
     newer = tmp_path / "checkpoint-2"
@@ -98,7 +98,7 @@ def test_links_in_a_circle_are_a_reason_to_pass_over_a_checkpoint(tmp_path: Path
     assert reason in why
 
 
-def test_a_link_to_a_disk_that_is_not_there_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+def test_a_link_to_a_missing_disk_is_not_skipped_silently(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-1", 1)
     (tmp_path / "checkpoint-2").symlink_to(tmp_path / "unmounted" / "checkpoint-2")
     found, skipped = newest_checkpoint(tmp_path)
@@ -118,7 +118,7 @@ def test_a_file_whose_name_no_file_can_have_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("name", [f"checkpoint-2/{WEIGHTS}", "private"])
-def test_what_may_not_be_looked_at_now_stops_the_search_unless_it_is_not_called_a_checkpoint(
+def test_an_inaccessible_checkpoint_stops_the_search_and_an_inaccessible_other_file_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
 ) -> None:
     for step in (1, 2):

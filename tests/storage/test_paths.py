@@ -69,7 +69,7 @@ def test_the_top_of_a_store_is_its_own_parent() -> None:
 
 
 @pytest.mark.parametrize("part", ["..", "a/../../b", "/etc/passwd"])
-def test_nothing_leads_out_of_a_remote_directory(part: str) -> None:
+def test_no_path_leaves_a_remote_directory(part: str) -> None:
     with pytest.raises(FormatError, match="leads out of"):
         parse_path("memory://run") / part
 
@@ -90,7 +90,7 @@ def test_users_and_passwords_are_not_shown(url: str, shown: str) -> None:
     assert mask_credentials(f"no access to {url} today") == f"no access to {shown} today"
 
 
-def test_what_is_written_must_be_on_this_machine() -> None:
+def test_a_path_to_write_must_be_local() -> None:
     assert require_local("out", "A checkpoint") == Path("out")
     with pytest.raises(OptionError, match=r"(?s)cannot be written to sftp://\*\*\*@host/run.*upload") as caught:
         require_local("sftp://ann:secret@host/run", "A checkpoint")

@@ -84,7 +84,7 @@ def at(served: Served, name: str = "") -> RemotePath:
     return found
 
 
-def test_names_are_looked_at_and_listed_as_in_a_directory(store: RemotePath) -> None:
+def test_names_are_stated_and_listed_as_in_a_directory(store: RemotePath) -> None:
     put(store, "a/b.json", b"12345")
     put(store, "a/c.json", b"")
     put(store, "same/same/d.json", b"")
@@ -281,7 +281,7 @@ def test_the_error_of_a_read_is_not_hidden_by_the_look_at_the_end(data: RemotePa
         reader.read_into(data, 99_950, bytearray(100))
 
 
-def test_what_a_store_does_not_tag_is_identified_by_its_size(served: Served, data: RemotePath, tmp_path: Path) -> None:
+def test_an_untagged_object_is_identified_by_its_size(served: Served, data: RemotePath, tmp_path: Path) -> None:
     served.tags = False
     identities = identities_of([data])
     (tmp_path / "data").write_bytes(CONTENT + b"x")
@@ -289,7 +289,7 @@ def test_what_a_store_does_not_tag_is_identified_by_its_size(served: Served, dat
         reader.read_into(data, 0, bytearray(10))
 
 
-def test_files_are_looked_at_several_at_a_time(memory: RemotePath) -> None:
+def test_files_are_checked_concurrently(memory: RemotePath) -> None:
     meeting = threading.Barrier(remote.AT_ONCE, timeout=LIMIT)
     paths = [memory / str(number) for number in range(remote.AT_ONCE)]
     found = files.map_paths(lambda path: meeting.wait() >= 0 and path.name, paths, memory)
@@ -345,7 +345,7 @@ def test_parts_are_requested_with_cheap_gaps_and_arrive_in_their_places(data: st
 # ---- S3, through the backend that a user would install.
 
 
-def test_what_another_client_changes_after_a_listing_is_seen(bucket: Bucket) -> None:
+def test_changes_of_another_client_after_a_listing_are_seen(bucket: Bucket) -> None:
     bucket.put("a/b", b"12345")
     bucket.put("a/c", b"")
     assert len(list_directory(bucket.path / "a")) == 2

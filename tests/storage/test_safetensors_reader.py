@@ -58,7 +58,7 @@ def as_the_library_reads_it(path: Path) -> Header:
     metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=3),
     data=st.data(),
 )
-def test_whatever_we_and_the_library_write_is_read_alike_by_both(
+def test_both_readers_read_files_of_both_writers_alike(
     tmp_path_factory: pytest.TempPathFactory, entries: list[Any], metadata: dict[str, str], data: st.DataObject
 ) -> None:
     directory = tmp_path_factory.mktemp("written")
@@ -152,7 +152,7 @@ def test_a_malformed_header_is_refused_and_the_file_named(tmp_path: Path, case: 
             safetensors.deserialize(path.read_bytes())
 
 
-def test_what_writers_write_is_not_taken_apart_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_in_the_usual_spelling_takes_the_fast_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.numpy import save_file
 
     arrays = {"zwei ü": np.zeros((2, 3), np.float32), 'a"\\\n\x7f': np.zeros(3, np.int8), "none": np.zeros((0, 4))}
@@ -204,7 +204,7 @@ def test_the_tensors_that_a_truncation_cut_are_named(tmp_path: Path) -> None:
         read_header(tmp_path / "x")
 
 
-def test_what_is_longer_missing_or_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_too_long_missing_or_not_a_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "long").write_bytes(header_bytes({"t": tensor()}) + b"12345")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     os.mkfifo(tmp_path / "pipe")

@@ -51,7 +51,7 @@ def test_every_kind_of_buffer_is_taken(tmp_path: Path) -> None:
         ([], {"a": "x" * 100_000_000}, "and at most 100000000"),
     ],
 )
-def test_what_cannot_be_declared_is_refused_before_a_file_exists(
+def test_an_invalid_declaration_is_rejected_before_a_file_is_created(
     tmp_path: Path, entries: Any, metadata: Any, message: str
 ) -> None:
     with pytest.raises(FormatError, match=message):
@@ -141,7 +141,7 @@ def test_pieces_that_come_in_any_order_are_the_declared_tensors(tmp_path: Path, 
     assert checksum == checksum_of("x", (tmp_path / "x").read_bytes())
 
 
-def test_many_threads_write_one_file_and_one_of_them_learns_that_it_is_whole(tmp_path: Path) -> None:
+def test_many_threads_write_one_file_and_one_of_them_learns_that_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "x"
     writer = opened(path, [("x", "U32", (200, 999))])
     with ThreadPoolExecutor(8) as pool:

@@ -51,7 +51,7 @@ WORKERS = pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, Fa
 
 
 def loader_of(kind: str, workers: int, persistent: bool) -> DataLoader:
-    np.random.seed(42)  # As a Trainer does.
+    np.random.seed(42)  # The Trainer does the same.
     return DataLoader(Numbers(), batch_sampler=SAMPLERS[kind](), num_workers=workers, persistent_workers=persistent)
 
 
@@ -80,7 +80,7 @@ def test_an_epoch_that_begins_is_shuffled_by_the_saved_generators(kind: str, wor
     uninterrupted = loader_of(kind, workers, persistent)
     for _ in range(2):
         indices_of(uninterrupted)
-        np.random.rand()  # As an evaluation may.
+        np.random.rand()  # An evaluation may do the same.
     state = np.random.get_state()
     epochs = [indices_of(uninterrupted) for _ in range(2)]
     resumed = loader_of(kind, workers, persistent)

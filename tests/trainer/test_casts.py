@@ -68,7 +68,7 @@ def test_a_bfloat16_run_fills_master_weights_and_rounds_as_paddle(
     log = result.logs[0].read_text(errors="replace")
     assert "precision changed on this rank: master_weight from model_state float32 to float32: " in log
     assert "model_state float32 to bfloat16: " in log
-    # Back again: not a digit is lost, because the weights are read from the master weights.
+    # Back again without loss, because weights are read from master weights.
     back = given(TP2, tmp_path / "back", tmp_path / "half" / "checkpoint-2", flex_allow_casts=True)
     result = ranks.run(f"{JOBS}:resume_and_save_again", 2, back)
     assert list(canonical_digests(tmp_path / "back" / "checkpoint-2")) == list(canonical_digests(full))
@@ -106,7 +106,7 @@ def test_a_script_loads_in_another_precision_on_request(layout: MatrixLayout, tm
     block = paddle.base.framework.default_main_program().global_block()
     optimizer._create_accumulators(block, half.parameters())
     for master in optimizer._master_weights.values():
-        master.set_value(master + 1e-4)  # Digits that bfloat16 does not have.
+        master.set_value(master + 1e-4)  # Precision beyond bfloat16.
     first, second = tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"
     paddleformers_fc.save(first, half, optimizer, step=1)
     expected = masters(half, optimizer)
@@ -118,7 +118,7 @@ def test_a_script_loads_in_another_precision_on_request(layout: MatrixLayout, tm
     weights = {name: one.local_tensor.numpy().tobytes() for name, one in full.sharded_state_dict().items()}
     assert weights == expected
     assert list(report.casts) == [f"model_state from master_weight float32 to float32: {len(weights)} tensors"]
-    # Weights alone give a bfloat16 model all digits of its master weights.
+    # A bfloat16 model gets the full precision of its master weights from weights alone.
     paddleformers_fc.save(second, full, step=2)
     third, last = made(HALF)
     paddleformers_fc.load(second, third, last, allow_casts=True)

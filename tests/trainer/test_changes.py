@@ -38,9 +38,9 @@ def table(log: str) -> dict[str, tuple[str, str]]:
     return {key: (saved, now) for key, saved, now in rows}
 
 
-# Layouts alone are no change: test_ema.py.
+# A different layout is not a change: test_ema.py.
 @on_ranks(layout=DP2)
-def test_what_changes_the_meaning_of_weights_is_refused_or_in_the_table(tmp_path: Path) -> None:
+def test_changes_of_the_meaning_of_weights_are_rejected_or_listed(tmp_path: Path) -> None:
     is_first = trained(DP2, tmp_path / "saved", TWO).args.process_index == 0
     for starts_anew in (False, True):
         new = {"ignore_load_lr_and_optim": starts_anew}
@@ -75,7 +75,7 @@ def test_changed_arguments_of_a_run_are_one_table(tmp_path: Path) -> None:
     assert table(log) == {**expected, "samples per step": ("8", "4")}
     assert log.count(DIFFERS) == 1
     assert "number of samples per step has changed" in log
-    # The rate of the first step is that of the new schedule.
+    # The first step uses the learning rate of the new schedule.
     corpus = {"seed": 43, "ignore_data_skip": True}
     log = resumed(SINGLE, tmp_path, max_steps=3, save_steps=3, learning_rate=0.0, **corpus)
     assert table(log) == {"seed": ("42", "43"), "max_steps": ("2", "3"), "learning_rate": ("0.01", "0.0")}

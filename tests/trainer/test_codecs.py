@@ -63,7 +63,7 @@ def test_numbers_of_numpy_become_plain_numbers_and_an_ordered_dict_a_dict() -> N
         ({"a": {"__array__": 1}}, "state.a"),
     ],
 )
-def test_what_json_cannot_hold_is_refused_by_its_place(value: Any, place: str) -> None:
+def test_a_value_that_json_cannot_hold_is_rejected_with_its_path(value: Any, place: str) -> None:
     with pytest.raises(FormatError) as caught:
         encode(value, "state")
     assert caught.value.where == place

@@ -160,7 +160,7 @@ def test_the_class_of_a_model_is_that_of_the_model_where_no_shape_shows_it() -> 
         assert rule.axes == axes
 
 
-def test_what_a_model_of_paddlefleet_was_built_with_counts_before_the_configuration_that_is_saved() -> None:
+def test_the_live_configuration_of_a_paddlefleet_model_takes_precedence_over_the_saved_one() -> None:
     config = config_of("glm4_moe", **tiny_values("glm4_moe"))
     model = live(config, is_fleet=True)
     model.config.num_empty_layers_add_in_head = 2
@@ -186,7 +186,7 @@ def test_a_description_holds_defaults_and_nested_values_and_nothing_of_a_layout(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_config_json_of_a_save_agrees_with_the_description_beside_it(name: str) -> None:
+def test_config_json_of_a_save_agrees_with_the_stored_model_description(name: str) -> None:
     ties = [{}, *({"tie_word_embeddings": tie, "max_position_embeddings": 77 + tie} for tie in (False, True))]
     text = tiny_values(name).get("text_config")
     for is_fleet, outer, inner, depth, kept in itertools.product(

@@ -114,7 +114,7 @@ def test_files_of_a_processor_name_the_classes_of_those_that_it_was_loaded_from(
     assert {key: tokens[key] for key in described["tokenizer_config.json"]} == described["tokenizer_config.json"]
     assert "extra_special_tokens" not in tokens
     assert None not in images.values()
-    # Loaded from what was written, it is written again so.
+    # After a round trip, it is written in the same way.
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     again = AutoProcessor.from_pretrained(str(tmp_path))

@@ -236,7 +236,7 @@ def test_weights_that_are_received_in_the_next_pass_are_waited_for(
     layout: MatrixLayout, tmp_path: Path, option: str, arguments: dict[str, Any]
 ) -> None:
     found = []
-    steps = {"eval_steps": 2, "save_steps": 3, "max_steps": 5}  # Evaluation, save and export at a step of their own.
+    steps = {"eval_steps": 2, "save_steps": 3, "max_steps": 5}  # Evaluation, save and export happen at different steps.
     for train, overlap in ((ema_jobs.evaluated, False), (ema_jobs.evaluated_before_weights_arrive, True)):
         place = tmp_path / str(overlap)
         given = {**steps, **arguments, option: overlap}

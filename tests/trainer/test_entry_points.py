@@ -191,17 +191,13 @@ def train_by_command(path: Path, directory: Path) -> str:
     return (directory / "paddleformers_dist_log" / "workerlog.0").read_text()
 
 
-# A job of two nodes starts the stock command in make test: tests/nodes/test_two_nodes.py.
-@pytest.mark.parametrize("started", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["workers", "command"])
+# The command itself starts in test_workflows.py and in tests/nodes/test_two_nodes.py.
 def test_the_stock_command_line_trains_two_ranks_and_another_layout_resumes(
-    ranks: ForkServer, assets: Assets, tmp_path: Path, started: bool
+    ranks: ForkServer, assets: Assets, tmp_path: Path
 ) -> None:
     out, tp2 = tmp_path / "out", {"tensor_model_parallel_size": 2}
     (out / "checkpoint-2").mkdir(parents=True)  # Unfinished: it does not mislead a run that begins.
-    if started:
-        log = train_by_command(write_recipe("llama_pt", assets, out, **FOUR_STEPS, **tp2), tmp_path)
-    else:
-        log = train_by_workers(ranks, assets, out, 2, **tp2)
+    log = train_by_workers(ranks, assets, out, 2, **tp2)
     assert "checkpoint-2 cannot be resumed and is skipped" in log
     assert read_manifest(out / "checkpoint-2").parallel["tp"] == 2
     alone = train_by_workers(ranks, assets, tmp_path / "alone", resume_from_checkpoint=str(out / "checkpoint-2"))

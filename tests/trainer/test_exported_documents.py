@@ -51,7 +51,7 @@ def source_of(ranks: ForkServer, directory: Path, model_type: str) -> tuple[Path
 def tiny_config(model_type: str) -> dict[str, Any]:
     from verification.matrix.tiny import keys
 
-    # What belongs to PaddleFormers and not to the model.
+    # These keys belong to PaddleFormers, not to the model.
     return {key: value for key, value in keys(model_type).items() if key not in ("fuse_rms_norm", "moe_group")}
 
 
@@ -159,7 +159,7 @@ def test_a_model_that_can_generate_uses_the_settings_that_it_exports() -> None:
     assert model.generation_config.temperature == 0.6
     assert documents.generation_file(model)[documents.GENERATION] == GENERATION
     model.generation_config.temperature = 0.25
-    documents.take_over(model, {}, GENERATION)  # As of a checkpoint that is resumed.
+    documents.take_over(model, {}, GENERATION)  # A resume calls it again.
     assert json.loads(documents.generation_file(model)[documents.GENERATION])["temperature"] == 0.25
 
 

@@ -93,7 +93,7 @@ def test_the_checkpoints_of_all_disks_are_known_to_every_rank(tmp_path: Path) ->
     assert found == [saved(3, 6)] * 2
 
 
-def test_what_is_no_checkpoint_of_its_step_belongs_to_no_run(tmp_path: Path) -> None:
+def test_a_directory_that_is_no_checkpoint_of_its_step_belongs_to_no_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-9").mkdir()
     make_checkpoint(tmp_path, 3).rename(tmp_path / "checkpoint-8")
     make_checkpoint(tmp_path, 4)
@@ -115,7 +115,7 @@ def test_a_best_checkpoint_is_known_to_all_ranks_if_one_of_them_sees_it(tmp_path
     assert found == best
 
 
-def test_a_best_checkpoint_is_found_beside_the_one_that_is_resumed_and_where_it_was_before_that(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_found_next_to_the_resumed_one_and_at_its_recorded_path(tmp_path: Path) -> None:
     for name in ("moved", "before"):
         (tmp_path / name).mkdir()
     make_checkpoint(tmp_path / "moved", 3)
@@ -127,7 +127,7 @@ def test_a_best_checkpoint_is_found_beside_the_one_that_is_resumed_and_where_it_
         assert found == [str(tmp_path / expected / "checkpoint-3")] * 2
 
 
-def test_a_best_checkpoint_that_no_rank_sees_is_gone(tmp_path: Path) -> None:
+def test_a_best_checkpoint_that_no_rank_sees_is_missing(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3").mkdir()
     gone = str(tmp_path / "checkpoint-3")
     assert succeed(2, lambda one: locate_best(gone, tmp_path / "checkpoint-6", one)) == [None, None]

@@ -96,7 +96,7 @@ def test_adapters_are_described_and_a_resume_is_planned_from_the_files_alone(tra
     assert (stored["r"], stored["alpha"], stored["rslora"], len(stored["base"]["tensors"])) == (4, 8.0, False, 32)
     found = paddleformers_fc.open(train("llama").third).plan("tp=2,pp=2")
     assert found.world_size == 4
-    # What tensor parallelism does not cut is held twice: one of the two sides of each adapter.
+    # Tensor parallelism replicates one of the two sides of each adapter.
     held = sum(path.stat().st_size for path in train("llama").third.glob("*/*.safetensors"))
     assert held / 2 < found.bytes < 2 * held
     assert (found.fresh, found.dropped) == ([], [])

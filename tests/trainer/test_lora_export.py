@@ -269,7 +269,7 @@ def test_adapters_that_do_not_fit_are_refused_by_reason(ranks: ForkServer, ernie
     run_on_ranks(ranks, 1, refuse_adapters, base=ernie.base, messages=messages, output_dir=tmp_path / "out")
 
 
-def test_a_tensor_of_the_base_beside_adapters_is_named_in_the_log(
+def test_a_base_tensor_stored_with_adapters_is_named_in_the_log(
     ranks: ForkServer, llama: Exported, tmp_path: Path
 ) -> None:
     name = "model.embed_tokens.weight"

@@ -77,7 +77,7 @@ def endings(output_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(output_dir.glob("ended-*.json"))]
 
 
-# The rank that keeps the store, and another one.
+# The rank that serves the store, and another one.
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_while_it_reads_is_named_by_all_others_and_nothing_is_trained_or_saved(
     patient_ranks: ForkServer, saved: Path, tmp_path: Path, victim: int

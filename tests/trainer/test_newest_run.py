@@ -130,7 +130,7 @@ def test_an_undefined_model_is_neither_trained_nor_saved(saved: Path, run: Path)
     assert len(trainer.losses) == 1
 
 
-def test_where_all_are_damaged_the_run_stops_with_every_reason(ranks: ForkServer, run: Path) -> None:
+def test_if_all_checkpoints_are_damaged_the_run_stops_with_every_reason(ranks: ForkServer, run: Path) -> None:
     for step in (1, 2, 3):
         flip(run / f"checkpoint-{step}" / WEIGHTS, 20)  # In the header.
     for found in refusals(ranks, run, flex_verify="full"):
@@ -156,11 +156,11 @@ def test_a_branch_is_reported_at_once_and_at_the_next_automatic_resume(ranks: Fo
         assert f"checkpoint-3 of run {first.id}" in log.read_text()
     assert [len(value["losses"]) for value in again.values] == [1, 1]
     assert read_manifest(run / "checkpoint-4").saved_by == first
-    # What the branch saved stayed, and so did the newest one, of the other run.
+    # The checkpoints of the branch stay, and so does the newest one of the other run.
     assert sorted(path.name for path in run.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (2, 3, 4)]
 
 
-def test_leftovers_that_the_next_save_does_not_delete_are_listed_in_the_log(ranks: ForkServer, run: Path) -> None:
+def test_stale_directories_that_the_next_save_does_not_delete_are_logged(ranks: ForkServer, run: Path) -> None:
     dead = run / ".checkpoint-9.unfinished-0123456789ab"
     dead.mkdir()
     with staging_directory(run / "checkpoint-8") as running:

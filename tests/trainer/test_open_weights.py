@@ -99,7 +99,7 @@ def test_from_pretrained_fills_every_layout_with_the_bits_of_the_files(
         assert found == ([f"{bias} is not in {source} and keeps its initial values."], [])
 
 
-# In eight bits: tests/formats/test_quantized.py.
+# Quantized weights: tests/formats/test_quantized.py.
 @on_ranks(layout=SINGLE)
 def test_mxfp4_weights_of_gpt_oss_fill_paddleformers_class_and_are_exported_plain(
     layout: MatrixLayout, tmp_path: Path
@@ -226,7 +226,7 @@ def test_a_model_is_trained_unless_paddleformers_loader_alone_has_filled_it(
         assert f"\n  - {refused}: LlamaForCausalLM.from_pretrained('{source}')\n" in str(caught.value)
         return
     assert len(train()) == 2
-    assert times() == before or way == "filled_again"  # There PaddleFormers has loaded first.
+    assert times() == before or way == "filled_again"  # PaddleFormers loaded it first.
 
 
 @on_ranks(layout=DP2)

@@ -75,7 +75,7 @@ SEMI_AUTOMATIC: dict[str, Any] = {
 """Values that are refused beside ``enable_auto_parallel: true`` alone."""
 ACCEPTED: dict[str, list[Any]] = {
     "flex_verify": ["off", False, "full"],
-    "flex_check_replicas": [False],  # What YAML makes of off without quotes.
+    "flex_check_replicas": [False],  # YAML parses an unquoted off as false.
     "flex_threads": [1, 256],
     "flex_keep_every": [0, 1000],
     "flex_read": ["once"],
@@ -102,7 +102,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "flex_ckpt_load_num_workers": [1],
     "sharding_machine_balanced_2d_partition": [False],
     "use_reshard_bucketed_broadcast": [False],
-    # Without an effect, and not refused.
+    # These have no effect and are accepted.
     "flex_ckpt_comm_method": ["broadcast"],
 }
 
@@ -155,7 +155,7 @@ def test_all_faults_are_named_at_once() -> None:
     ],
     ids=["out of the range of the same key here", "contradictions", "the semi-automatic mode"],
 )
-def test_keys_of_paddleformers_are_refused_with_their_names_beside_flex_checkpoint_alone(
+def test_conflicting_keys_of_paddleformers_are_rejected_by_name_only_with_flex_checkpoint(
     table: dict[str, Any], begins: str, beside: dict[str, Any]
 ) -> None:
     for key, value in table.items():
@@ -253,7 +253,7 @@ def test_a_size_is_a_number_with_a_unit_and_of_exported_files_also_a_number() ->
     assert {size: shard_bytes(size) for size in numbers} == numbers
 
 
-def test_what_is_no_size_is_refused_and_a_number_with_a_remark() -> None:
+def test_an_invalid_size_is_rejected_and_a_plain_number_gets_a_hint() -> None:
     for text in ("", "5", "GB", "5 GBs", "five GB", "5,5GB", "9" * 400 + "GB"):
         with pytest.raises(OptionError, match="is not a size"):
             shard_bytes(text)

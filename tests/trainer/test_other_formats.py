@@ -64,7 +64,7 @@ def test_a_run_resumes_the_stock_trainers_checkpoint_with_its_losses(
     assert "It does not contain: the order of the data" in log
     assert ("Random generators are not restored" in log) is (source.nproc != target.nproc)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "stock").rglob("*")} == before
-    # What is saved next continues the run.
+    # The next save continues the run.
     job = paddleformers_fc.open(tmp_path / "ours/checkpoint-6").metadata.job
     assert job is not None
     assert (job.step, job.consumed_samples, job.branches[-1].step) == (6, 48, 3)

@@ -133,7 +133,7 @@ def test_statements_of_one_direction_are_inverted(ranks: ForkServer, tmp_path: P
 
 
 @on_ranks(layout=SINGLE)
-def test_statements_are_stated_in_the_log_or_refused_before_training(layout: MatrixLayout, tmp_path: Path) -> None:
+def test_statements_are_logged_or_rejected_before_training(layout: MatrixLayout, tmp_path: Path) -> None:
     from paddleformers_fc import FlexTrainer
 
     args = flex_arguments(layout, tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from paddleformers_fc.trainer.rank_records import RECORDS, read_records, update_record
 
 
-def test_a_record_that_a_full_disk_has_emptied_or_lost_is_written_again_as_a_whole(
+def test_a_rank_record_lost_to_a_full_disk_is_rewritten_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "records"

@@ -20,7 +20,7 @@ from tests.trainer.test_rotation import WEIGHTS, make_checkpoint
 
 
 @pytest.mark.parametrize("what", ["", "config.json", "flex_checkpoint.json"])
-def test_links_in_a_circle_are_passed_over_with_a_warning_that_names_the_step(tmp_path: Path, what: str) -> None:
+def test_a_symlink_loop_is_skipped_with_a_warning_that_names_the_step(tmp_path: Path, what: str) -> None:
     make_checkpoint(tmp_path, 2)
     circle = make_checkpoint(tmp_path, 4) / what
     circle.rename(tmp_path / "elsewhere")
@@ -37,7 +37,7 @@ def test_a_run_starts_from_the_beginning_where_nothing_was_saved_and_resumes_whe
     with pytest.raises(NotACheckpoint) as caught:
         require_newest(Search(tmp_path, LocalChannel(), pytest.fail))
     assert caught.value.where == str(tmp_path)
-    (tmp_path / "checkpoint-4").mkdir()  # What is empty is nothing.
+    (tmp_path / "checkpoint-4").mkdir()  # An empty directory is no checkpoint.
     warnings: list[str] = []
     search = Search(tmp_path, LocalChannel(), warnings.append)
     assert newest_or_begin(search) is None
@@ -136,11 +136,11 @@ def test_a_checkpoint_that_only_another_disk_has_is_newer(tmp_path: Path) -> Non
     # Two listings, the first with the metadata of step 5, and two exchanges for each checkpoint. Two more ask for the
     # metadata of step 7: the coordinator has none. The other disk reads who saved it.
     assert exchanges == 2 + 2 + 2 + 2 + 1
-    shutil.rmtree(outputs[0])  # The disk is replaced by a fresh one.
+    shutil.rmtree(outputs[0])  # The disk is replaced by an empty one.
     together(outputs, 5)
 
 
-def test_a_step_that_only_some_disks_hold_whole_is_passed_over_and_named(tmp_path: Path) -> None:
+def test_a_step_that_is_complete_on_some_disks_only_is_skipped_and_named(tmp_path: Path) -> None:
     outputs = disks(tmp_path, "first", "second")
     newer = make_checkpoint(outputs[0], 9)
     (newer / "config.json").unlink()
@@ -150,7 +150,7 @@ def test_a_step_that_only_some_disks_hold_whole_is_passed_over_and_named(tmp_pat
     assert "rank 1: no checkpoint of this name is there" in warning
 
 
-def test_a_step_that_was_replaced_on_some_disks_only_is_passed_over_and_named(tmp_path: Path) -> None:
+def test_a_step_that_was_replaced_on_some_disks_only_is_skipped_and_named(tmp_path: Path) -> None:
     outputs = disks(tmp_path, "first", "second", "second")
     first, _ = (make_checkpoint(output, 9) for output in outputs[:2])
     write_manifest(first, replace(read_manifest(first), world_size=3))
@@ -183,12 +183,12 @@ def named(given: list[Path]) -> list[Any]:
     return [choice.path for choice in succeed(len(given), work)]
 
 
-def test_what_was_named_is_taken_where_any_rank_sees_it(tmp_path: Path) -> None:
+def test_a_named_checkpoint_is_resumed_if_any_rank_sees_it(tmp_path: Path) -> None:
     given = [tmp_path / "elsewhere" / "checkpoint-2", make_checkpoint(tmp_path, 2)]
     assert named(given) == given
 
 
-def test_what_was_named_gets_its_name_back_after_an_interrupted_replacement(tmp_path: Path) -> None:
+def test_a_named_checkpoint_is_restored_after_an_interrupted_replacement(tmp_path: Path) -> None:
     given = [output / "checkpoint-9" for output in disks(tmp_path, "first", "second", "second", step=9)]
     (given[0] / WEIGHTS).unlink()
     given[1].rename(given[1].with_name(ASIDE))
@@ -200,7 +200,7 @@ def test_what_was_named_gets_its_name_back_after_an_interrupted_replacement(tmp_
     assert given[0].is_dir()
 
 
-def test_what_was_named_and_is_no_checkpoint_is_called_what_it_is(tmp_path: Path) -> None:
+def test_a_named_path_that_is_no_checkpoint_is_rejected_with_the_reason(tmp_path: Path) -> None:
     finished = make_checkpoint(tmp_path, 2)
     assert named([finished]) == [finished]
     for directory, file in (("weights", "model.safetensors"), ("checkpoint-4", "mapping.json"), ("notes", "a.txt")):

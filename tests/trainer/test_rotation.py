@@ -45,7 +45,7 @@ def left(output_dir: Path) -> list[str]:
 def make(output_dir: Path, kind: str) -> Path:
     """The checkpoint of a step, and behind it a letter for what has happened to it."""
     step = int(kind.rstrip("dlmro"))
-    if kind.endswith("o"):  # Of another program.
+    if kind.endswith("o"):  # A directory of another program.
         (output_dir / f"checkpoint-{step}" / "model_state").mkdir(parents=True)
         return output_dir / f"checkpoint-{step}"
     path = make_checkpoint(output_dir, step)
@@ -89,7 +89,7 @@ def test_directories_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
         pytest.param(Retention(1), "2 4r 6", 6, 0, "10 6", "", id="one under another name is not counted"),
         pytest.param(Retention(2), "1o 2 4", 0, 0, "1 2 4", "", id="directories of others are not counted"),
         pytest.param(
-            *(Retention(1), "2 4m 6m", 4, 0, "4"),  # Nothing looks at files of 4: its save has recorded them.
+            *(Retention(1), "2 4m 6m", 4, 0, "4"),  # Files of 4 are not checked: its save recorded them.
             "checkpoint-4 stays under every limit",
             id="what was just saved is complete by its record",
         ),

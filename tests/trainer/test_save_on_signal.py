@@ -137,7 +137,7 @@ NOT_CHOSEN = ("one of two stages", "during accumulation")
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=() if name in NOT_CHOSEN else pytest.mark.chosen) for name in CASES]
 )
-def test_all_ranks_save_one_whole_step_once_after_a_signal(ranks: ForkServer, tmp_path: Path, case: str) -> None:
+def test_all_ranks_save_the_same_step_once_after_a_signal(ranks: ForkServer, tmp_path: Path, case: str) -> None:
     layout, signalled, given, arguments, again = CASES[case]
     job = settings(layout, tmp_path / "out", **{"max_steps": FOR_LONG, **arguments})
     ran = ranks.run(SIGNALLED, layout.nproc, {**job, "signalled": signalled, **given})
@@ -160,7 +160,7 @@ def test_a_shielded_worker_ends_if_its_parent_ends_it(tmp_path: Path, handles: b
     worker.start()
     shield.deactivate()
     wait_for_file(tmp_path / "waiting")
-    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # Not the parent.
+    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # The sender must not be the parent.
     pause()
     assert worker.is_alive()
     worker.terminate()
@@ -203,7 +203,7 @@ def test_two_signals_in_a_save_commit_it_and_the_last_step(layout: MatrixLayout,
     assert_resumes(layout, tmp_path, step, {})
 
 
-def test_off_leaves_the_signal_to_the_process(ranks: ForkServer, tmp_path: Path) -> None:
+def test_with_off_the_signal_ends_the_process(ranks: ForkServer, tmp_path: Path) -> None:
     job = {**settings(SINGLE, tmp_path, max_steps=FOR_LONG, flex_save_on_signal=False), "signalled": [0]}
     assert ranks.attempt(SIGNALLED, 1, job).returncodes == (-15,)
     assert not list(tmp_path.glob("checkpoint-*"))

@@ -56,7 +56,7 @@ def runs(ranks: ForkServer, weights: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def test_both_layouts_train_the_same_model(runs: dict[bool, tuple[Path, Any]]) -> None:
-    # Rows in the wrong order would take gate for up in the first forward pass.
+    # With rows in the wrong order, the first forward pass would use gate as up.
     assert runs[True][1]["losses"] == pytest.approx(runs[False][1]["losses"], abs=2e-5)
     assert len(runs[True][1]["losses"]) == 4
 
@@ -67,7 +67,7 @@ def test_a_run_of_either_layout_resumes_the_other_bit_by_bit(
     ranks: ForkServer, runs: dict[bool, tuple[Path, Any]], tmp_path: Path, sonic: bool, saved: bool
 ) -> None:
     checkpoint = runs[saved][0] / "checkpoint-2"
-    # No step is trained: what is saved again is what was loaded, moments among it.
+    # No step is trained, so the second save contains the loaded state, including moments.
     train(ranks, tmp_path / "again", sonic, 2, resume=checkpoint)
     assert list(canonical_digests(tmp_path / "again/checkpoint-2")) == list(canonical_digests(checkpoint))
     resumed = train(ranks, tmp_path / "on", sonic, 4, resume=checkpoint)

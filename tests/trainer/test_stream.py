@@ -158,7 +158,7 @@ def test_a_stream_changes_no_loss_keeps_its_plan_and_holds_few_tensors(tmp_path:
     one, two = streams
     assert one.keys() == two.keys()
     assert one != two
-    # Of the second stream no exchange plans; every word is followed by the weights of a batch.
+    # The second stream plans nothing; the weights of a batch follow every word.
     first, second = exchanges
     assert set(second) == {"beginning a stream", "streaming weights"}
     assert {"describing shards", "planning a stream"} <= set(first)

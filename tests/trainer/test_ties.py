@@ -52,10 +52,8 @@ def refuse_and_choose(output_dir: Path) -> list[Any]:
     return [first["copies"], [*again["copies"].values()], said]
 
 
-# A whole checkpoint before it stays whatever is rotated: tests/corruption/test_several_ranks.py.
-def test_a_named_one_is_refused_and_read_where_a_stage_is_chosen_and_never_the_newest(
-    ranks: ForkServer, tmp_path: Path
-) -> None:
+# Rotation keeps a complete checkpoint: tests/corruption/test_several_ranks.py.
+def test_a_diverged_checkpoint_needs_a_chosen_stage_and_is_never_the_newest(ranks: ForkServer, tmp_path: Path) -> None:
     values = run_on_ranks(ranks, 2, refuse_and_choose, output_dir=tmp_path)
     copy = {name: bits for held, *_ in values for name, bits in held.items()}
     assert copy[EMBEDDING] != copy[HEAD]

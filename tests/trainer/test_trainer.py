@@ -201,7 +201,7 @@ def test_data_of_any_length_is_trained_once_though_ranks_and_batches_change_with
 
 
 @pytest.mark.parametrize(("micro_batch", "drop_last", "steps"), [(3, False, 4), (4, True, 2)], ids=["kept", "dropped"])
-def test_an_epoch_is_over_with_its_last_batch_though_upstream_counts_one_more(
+def test_an_epoch_ends_with_its_last_batch_although_upstream_counts_one_more(
     ranks: ForkServer, tmp_path: Path, micro_batch: int, drop_last: bool, steps: int
 ) -> None:
     # Each of two ranks has 6 or 7 of the samples, and PaddleFormers counts 7 or 8.
@@ -294,7 +294,7 @@ def test_a_run_resumes_in_its_epoch_and_saves_what_it_would_have(
     names = {int(path.name.rpartition("-")[2]) for path in (tmp_path / "whole").glob("checkpoint-*")}
     for (step, position), again in zip(steps.items(), resumed, strict=True):
         assert how_far(tmp_path / "whole", step)[1]["position"].items() >= position.items()
-        losses = [loss for loss in again["losses"] if loss]  # An end without a step logs a zero.
+        losses = [loss for loss in again["losses"] if loss]  # A run without a step logs a zero loss at its end.
         assert {**again, "losses": losses} == {**whole, "losses": whole["losses"][step:]}
         later, there = sorted(name for name in names if name > step), tmp_path / f"from-{step}"
         assert {path.name for path in there.glob("*")} == {f"checkpoint-{one}" for one in later}
@@ -316,7 +316,7 @@ def test_a_run_resumes_in_its_epoch_and_saves_what_it_would_have(
     ids=lambda one: one.name if isinstance(one, MatrixLayout) else one,
 )
 @on_ranks()
-def test_a_step_that_broke_off_leaves_nothing_to_a_resume_in_the_same_process(
+def test_the_state_of_an_aborted_step_is_discarded_by_a_resume_in_the_same_process(
     layout: MatrixLayout, moment: str, tmp_path: Path
 ) -> None:
     def break_off(_: Any, state: Any, *__: Any, **___: Any) -> None:
@@ -338,13 +338,13 @@ def test_a_step_that_broke_off_leaves_nothing_to_a_resume_in_the_same_process(
     assert trainer.state.global_step == 2
     trainer.is_to_break = False
     trainer.losses.clear()
-    # What is left of the weights of the second step would show.
+    # Remains of the second step's weights would show in the losses.
     trainer.train(resume_from_checkpoint=str(tmp_path / "again/checkpoint-1"))
     assert outcome(trainer) == {**outcome(whole), "losses": whole.losses[1:]}
 
 
 @on_ranks(layout=SINGLE)
-def test_what_a_callback_saves_before_after_and_between_steps_is_resumed(layout: MatrixLayout, tmp_path: Path) -> None:
+def test_a_save_by_a_callback_before_after_or_between_steps_is_resumed(layout: MatrixLayout, tmp_path: Path) -> None:
     """Of a resumed run before its first step, when a step ends, and after one that is skipped."""
 
     def save_at(step: int) -> Callable[..., object]:
@@ -462,7 +462,7 @@ def test_states_of_fused_parameters_are_saved_and_loaded_by_parameter(
     [
         (SD2V1, "stage1_tensor_fusion"),
         (bf16(SD2V1), "stage1_tensor_fusion"),
-        # Gradients are fused while they travel.
+        # Gradients are fused for communication.
         pytest.param(bf16(SD2V1), "stage1_overlap", marks=pytest.mark.slow),
         # States do not exist before the first step.
         pytest.param(bf16(PP2SD2V2), "pp_sharding_comm_overlap", marks=pytest.mark.slow),
@@ -484,7 +484,7 @@ def test_the_loss_scaler_of_a_run_continues_where_it_was(layout: MatrixLayout, t
     given: dict[str, Any] = {"layout": layout, "arguments": SIX_STEPS}
     whole = run_with_scaler(1024.0, output_dir=tmp_path / "whole", **given)
     assert whole["scaler"]["scale"] == 1024 * 2**3
-    # Half way to the next doubling, and from another scale than the one that it is made with.
+    # Half way to the next doubling, with a scale other than the initial one.
     again = run_with_scaler(2.0, str(tmp_path / "whole/checkpoint-3"), output_dir=tmp_path / "again", **given)
     assert again == {"scaler": whole["scaler"], "losses": whole["losses"][3:]}
 
@@ -510,7 +510,7 @@ def test_an_optimizer_that_nothing_declares_may_train_a_run_whose_states_are_not
     assert {one.role for one in canonical_digests(tmp_path / "checkpoint-3")} == {"model_state"}
 
 
-# Of float32, and of a checkpoint without optimizer states: tests/corruption/test_trainer_faults.py.
+# In float32, and without optimizer states: tests/corruption/test_trainer_faults.py.
 def test_a_new_run_begins_with_the_weights_of_a_checkpoint(
     ranks: ForkServer, saved_bf16: Saved, tmp_path: Path
 ) -> None:
@@ -524,7 +524,7 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint(
 # ---- What is written.
 
 
-def test_a_checkpoint_describes_its_job_in_json_without_secrets_beside_safetensors(saved: Saved) -> None:
+def test_a_checkpoint_contains_safetensors_and_json_without_secrets(saved: Saved) -> None:
     files = {path.relative_to(saved.third).as_posix(): path for path in saved.third.rglob("*") if path.is_file()}
     assert {path.suffix for path in files.values()} == {".json", ".safetensors"}
     texts = {name: path.read_text() for name, path in files.items() if path.suffix == ".json"}
@@ -606,7 +606,7 @@ def test_an_export_is_what_from_pretrained_reads(layout: MatrixLayout, tmp_path:
     assert weights_of(reloaded) == weights_of(trainer.model)
 
 
-def test_exports_beside_the_steps_have_their_own_directories(ranks: ForkServer, tmp_path: Path) -> None:
+def test_asynchronous_exports_have_their_own_directories(ranks: ForkServer, tmp_path: Path) -> None:
     arguments = {"max_steps": 4, "save_hf_steps": 1, "save_hf_total_limit": 2}
     ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, **arguments))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf_checkpoint-3", "hf_checkpoint-4"]

@@ -60,7 +60,7 @@ def test_the_manifest_is_sent_last_and_only_what_the_store_lacks(bucket: Bucket,
     assert sorted(set(sent)) == sorted(content(source))
     sent.clear()
     assert (upload_of(source, bucket).run(), sent) == (0, [])
-    # An upload that was interrupted, and left a file of another content.
+    # An interrupted upload left a file with different content.
     bucket.remove(f"run/checkpoint-2/{MANIFEST_NAME}")
     bucket.remove("run/checkpoint-2/config.json")
     bucket.put(f"run/checkpoint-2/{WEIGHTS}", b"[]")

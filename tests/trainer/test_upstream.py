@@ -279,10 +279,10 @@ def test_an_unknown_version_is_refused_before_a_process_group_exists_unless_it_i
 # ---- Loops that go around.
 
 
-# One that goes around a save: tests/corruption/test_several_ranks.py.
+# A save that bypasses this package: tests/corruption/test_several_ranks.py.
 @pytest.mark.parametrize(("method", "way"), [("train", "subclass"), ("_inner_training_loop", "installed")])
 @on_ranks(layout=SINGLE)
-def test_a_loop_that_goes_around_this_package_stops(
+def test_a_training_loop_that_bypasses_this_package_stops(
     layout: MatrixLayout, tmp_path: Path, method: str, way: str
 ) -> None:
     found = goes_around(layout, str(tmp_path), method, way)
@@ -292,7 +292,7 @@ def test_a_loop_that_goes_around_this_package_stops(
 
 
 @on_ranks(layout=DP2)
-def test_a_resume_that_goes_around_this_package_stops_every_rank_before_a_step(
+def test_a_resume_that_bypasses_this_package_stops_every_rank_before_a_step(
     layout: MatrixLayout, tmp_path: Path
 ) -> None:
     trained(layout, tmp_path, {"max_steps": 2, "save_steps": 2})
@@ -367,7 +367,7 @@ def test_the_mixin_takes_trainers_of_paddleformers_and_nothing_else() -> None:
         type("Mine", accepted, {})
 
 
-def test_the_names_for_paddlenlp_are_refused_beside_paddleformers() -> None:
+def test_the_paddlenlp_entry_points_are_rejected_if_paddleformers_is_installed() -> None:
     for name in nlp.__all__:
         with pytest.raises(EnvironmentMismatch, match="for environments without PaddleFormers"):
             getattr(nlp, name)

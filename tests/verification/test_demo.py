@@ -46,7 +46,7 @@ def test_preparing_again_gives_the_same_bytes(assets: Assets, tmp_path: Path) ->
     assert _digests(tmp_path) == _digests(assets.corpus.parent)
 
 
-def test_samples_of_the_corpus_are_whole_without_special_tokens_and_never_seen_twice(assets: Assets) -> None:
+def test_samples_of_the_corpus_have_full_length_no_special_tokens_and_no_duplicates(assets: Assets) -> None:
     tokens = list(_tokens(assets))
     assert min(map(len, tokens)) > SEQUENCE_LENGTH
     assert min(map(min, tokens)) >= len(SPECIAL_TOKENS)
@@ -138,7 +138,7 @@ def _with(line: LossLine) -> LossComparison:
         ({"losses": {}, "export_md5": None, "stock": True}, ""),
     ],
 )
-def test_what_differs_from_the_uninterrupted_run_is_a_fault(changes: dict[str, Any], message: str) -> None:
+def test_a_difference_from_the_uninterrupted_run_is_a_fault(changes: dict[str, Any], message: str) -> None:
     faults = _with(replace(RESUMED, **changes)).faults()
     assert len(faults) == bool(message)
     assert all("tp2" in fault and message in fault for fault in faults)

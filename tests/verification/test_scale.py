@@ -113,7 +113,7 @@ def test_a_save_makes_few_exchanges_and_only_the_coordinator_gets_messages_of_al
 
 @pytest.mark.slow
 def test_ranks_that_do_not_run_send_what_they_would() -> None:
-    # What is imported at the first use is imported before.
+    # Lazy imports run before the measurement.
     _, some, everyone = (count_operations("tiny", 8, running) for running in ([0, 7], [0, 3, 7], range(8)))
     for operation, meters in some.items():
         for rank, meter in meters.items():

@@ -1,9 +1,8 @@
 """The verification matrices: every layout saves, every layout resumes, and a table shows how equal the results are.
 
 A tiny model is trained on a machine without an accelerator, through PaddleFormers' own Trainer, on real ranks with real
-collectives. :mod:`.running` defines a cell, :mod:`.recipe` a recipe. The result is a document with a table and a
-picture for every recipe. The matrix of all families has simulated layouts and no losses:
-:mod:`.simulated`.
+collectives. :mod:`.running` defines a cell, :mod:`.recipe` a recipe. The result is a document with a table for every
+recipe. The matrix of all families has simulated layouts and no losses: :mod:`.simulated`.
 
 Time: see :mod:`.running`; a matrix of 64 cells takes 3 to 5 minutes on two cores.
 """
@@ -30,7 +29,7 @@ def run_matrix(path: Path, only: str | None, work: Path, documents: Path) -> int
         path: the recipe.
         only: a pattern of cells, such as ``tp2->*``; all by default.
         work: for runs; completed cells of this recipe in it are reused.
-        documents: gets ``<recipe>.md`` and ``<recipe>.png``.
+        documents: gets ``<recipe>.md``.
     Returns:
         0 when every cell that ran was right, else 1.
     Raises:

@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("recipe", type=Path, metavar="RECIPE.yaml", help="a matrix of layouts")
     parser.add_argument("--only", metavar="'FROM->TO'", help="run these cells only; * matches any layout")
     parser.add_argument("--work", type=Path, default=Path("out/matrix"), help="results of an earlier run are kept")
-    parser.add_argument("--output", type=Path, default=Path("docs/results"), help="gets the table and the picture")
+    parser.add_argument("--output", type=Path, default=Path("docs/results"), help="gets the table")
     given = parser.parse_args(arguments)
     return exit_code(lambda: run_matrix(given.recipe, given.only, given.work, given.output))
 

@@ -1,4 +1,4 @@
-"""The document of a matrix with a table and a picture.
+"""The document of a matrix.
 
 This module only presents; :mod:`.running` decides what is equal. The document is a function of the outcomes, without
 date or duration, so that equal results give equal documents.
@@ -12,11 +12,14 @@ from pathlib import Path
 
 from paddleformers_fc.text import count_text
 from paddleformers_fc.upstream import VERSIONS
-from verification.matrix.picture import EQUAL, NOT_RUN, NOTE, WRONG, draw
 from verification.matrix.recipe import Recipe
 from verification.matrix.running import CellDigests, CellOutcome
 
 Known = Mapping[str, CellOutcome | None]
+EQUAL, WRONG, NOT_RUN = "equal", "wrong", "-"
+"""The texts of cells that are no number."""
+NOTE = "¹"
+"""Marks a number that is larger than rounding, and the same without a checkpoint."""
 _WRONG = f"**{WRONG}**"
 _SOFTWARE = f"Paddle {VERSIONS['paddle']} and PaddleFormers {VERSIONS['paddleformers']}"
 _LEGEND = f"""
@@ -42,13 +45,13 @@ def reason(outcome: CellOutcome) -> str:
 
 
 def write(recipe: Recipe, known: Known, found: Sequence[CellDigests], stem: Path) -> None:
-    """Write the document and the picture.
+    """Write the document.
 
     Args:
         recipe: of the matrix.
         known: the outcome of every cell by name, row by row; None if unknown.
         found: the results of the experiments.
-        stem: of the two files, without ending.
+        stem: the path without its ending.
     """
     stem.parent.mkdir(parents=True, exist_ok=True)
     columns = len(recipe.targets)
@@ -65,15 +68,11 @@ def write(recipe: Recipe, known: Known, found: Sequence[CellDigests], stem: Path
                 *(f"| **{name}** | " + " | ".join(row) + " |" for name, row in zip(recipe.sources, rows, strict=True)),
             ]
         ),
-        f"![The same as a picture]({stem.name}.png)",
         textwrap.fill(" ".join(_LEGEND.split()), 120),
         *_remarks(recipe, known),
         *(_experiment(recipe, one) for one in found),
     ]
     stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    title = f"{recipe.title}: difference of the loss after resuming row as column"
-    plain = [[text.strip("*") for text in row] for row in rows]
-    draw(title, recipe.sources, recipe.targets, plain, stem.with_suffix(".png"))
 
 
 def _summary(recipe: Recipe, known: Known) -> str:

@@ -29,8 +29,8 @@ from paddleformers_fc.families.registry import NLP, family_classes, tiny_models
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from verification import temporary_directory
 from verification.matrix.layouts import parse_layout
-from verification.matrix.picture import EQUAL, WRONG
 from verification.matrix.recipe import ARROW, reading
+from verification.matrix.report import EQUAL, WRONG
 from verification.simulate_ranks import round_trips
 
 SLICE_ABOVE = 100

@@ -1,27 +1,21 @@
-"""Write ``docs/results/scale.md``: what a rank of a large job does, before a change of the code and after it.
+"""Write ``docs/results/scale.md``: what a rank of a large job does.
 
-``make scale`` compares with the counts in ``before.json``; ``--before`` replaces them. Every job has a process of its
-own, so that no memory of an earlier one is counted.
+Every job has a process of its own, so that no memory of an earlier one is counted.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from paddleformers_fc.text import size_text
 from verification import exit_code
 from verification.scale import counting, operations, plans, ranks
-from verification.scale.operations import Key, Table
+from verification.scale.operations import Table
 
-BEFORE = Path(__file__).with_name("before.json")
 PAGE = Path("docs/results/scale.md")
 _BYTES = frozenset({ranks.SENT, ranks.RECEIVED, ranks.LARGEST, counting.READ, counting.MEMORY})
-_NOISE = {ranks.WAITING: 200, counting.PROCESSOR: 0.5, counting.MEMORY: 10e6, ranks.BLOCKED: 0.5, ranks.LATENCY: 2.0}
-"""Counts that depend on the machine, and amounts that do not matter; a change is shown if it is more than twice."""
 
 _ROWS = (
     *(ranks.EXCHANGES, ranks.SENT, ranks.RECEIVED, ranks.LARGEST, ranks.REQUESTS, ranks.WAITING),
@@ -37,11 +31,10 @@ master weights and two moments are saved, in at least three files per rank, and 
 are holes in sparse files. The store is Paddle's, with one client per node of eight ranks and one per rank that runs.
 
 * A row is the highest count of a rank. The coordinator has a row of its own where its count differs.
-* *Bytes received* and *largest message* count the collectives of the package. Before, messages were padded to the
-  longest; the padding is counted but was not allocated, so *peak memory* excludes it.
+* *Bytes received* and *largest message* count the collectives of the package.
 * *Requests while waiting* depend on how long ranks wait for each other on the machine that ran this. Rows without a
   count are left out.
-* On one file system, as here, the coordinator rotates alone. Before, all ranks read the newest checkpoint for it.
+* On one file system, as here, only the coordinator deletes old checkpoints.
 * An *automatic resume* looks for the newest checkpoint and opens it; *opening* is that of a checkpoint that a user
   names, and carries the same metadata. Both are followed by *planning*, and reading adds an exchange.
 * *Peak memory* is the growth of resident memory during the operation, with the messages of all ranks, divided by the
@@ -54,23 +47,21 @@ are holes in sparse files. The store is Paddle's, with one client per node of ei
 """
 
 
-def _page(before: Table, now: Table) -> Iterator[str]:
+def _page(table: Table) -> Iterator[str]:
     yield _INTRODUCTION
-    if before != now:
-        yield "Where a count has changed, the first number is from before.\n"
-    for name in dict.fromkeys(key[0] for key in now):
-        worlds = sorted({key[1] for key in now if key[0] == name})
+    for name in dict.fromkeys(key[0] for key in table):
+        worlds = sorted({key[1] for key in table if key[0] == name})
         grids = ", ".join(f"`{operations.grid_of(name, world)}`" for world in worlds)
         yield f"## {name}\n\nGrids: {grids}.\n"
-        for operation in dict.fromkeys(key[2] for key in now):
+        for operation in dict.fromkeys(key[2] for key in table):
             yield f"### {name}: {operation}\n\n| | " + " | ".join(f"{world:,} ranks" for world in worlds) + " |"
             yield "|---|" + "---|" * len(worlds)
             for count in _ROWS:
                 others, coordinator = (
-                    [_cell(before, now, (name, world, operation, who), count) for world in worlds]
+                    [_cell(table.get((name, world, operation, who)), count) for world in worlds]
                     for who in ("others", "coordinator")
                 )
-                if set(others) | set(coordinator) <= {"", _text(count, 0)}:
+                if set(others) | set(coordinator) <= {"", _cell({}, count)}:
                     continue
                 yield f"| {count} | " + " | ".join(others) + " |"
                 if others != coordinator and count != ranks.WAITING:
@@ -78,45 +69,25 @@ def _page(before: Table, now: Table) -> Iterator[str]:
             yield ""
 
 
-def _cell(before: Table, now: Table, key: Key, count: str) -> str:
-    if key not in now:
+def _cell(counts: Mapping[str, float] | None, count: str) -> str:
+    if counts is None:
         return ""
-    values = [table[key].get(count, 0) for table in (before, now) if key in table]
-    if count in _NOISE and max(values) < 2 * min(values) + _NOISE[count]:
-        values = values[-1:]
-    return " → ".join(dict.fromkeys(_text(count, value) for value in values))
-
-
-def _text(count: str, value: float) -> str:
+    value = counts.get(count, 0)
     if count in operations.SECONDS:
         return f"{value:.2f}"
     return size_text(int(value)) if count in _BYTES else f"{int(value):,}"
 
 
-def _write(path: Path, table: Table) -> None:
-    lines = [json.dumps([*key, counts]) for key, counts in table.items()]
-    path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-
-
-def _read(path: Path) -> Table:
-    return {tuple(key): counts for *key, counts in json.loads(path.read_text(encoding="utf-8"))}
-
-
 def main() -> int:
     """Count all jobs and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--before", action="store_true", help="keep these counts, to compare later ones with")
-    options = parser.parse_args()
-    before = now = _read(BEFORE) if BEFORE.exists() else {}
+    table: Table = {}
     jobs = [(name, world) for name, model in operations.MODELS.items() for world in model["ranks"]]
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for found in pool.imap(operations.count_job, jobs):
-            now = {**now, **found}
+            table |= found
             print(*next(iter(found))[:2], flush=True)
-            if options.before:
-                _write(BEFORE, now)
         parts = [
-            *_page(now if options.before else before, now),
+            *_page(table),
             *(plans.RESUMES_HEAD, *pool.imap(plans.count_reads, plans.RESUMES), ""),
             *(plans.STREAMS_HEAD, *pool.imap(plans.count_stream, plans.STREAMS), ""),
         ]
