@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 from collections import namedtuple
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +32,7 @@ from paddleformers_fc.storage.operations import (
 )
 from tests.harness.limits import LIMIT
 from tests.harness.sampling import thorough
+from tests.harness.waiting import pause
 
 DTYPES = [
     np.dtype(one)
@@ -341,7 +341,7 @@ def test_no_thread_works_after_an_interrupt_even_if_its_pool_does_not_know_it() 
     def work(take: Any) -> int:
         while (item := take()) is not None:
             has_begun.set()
-            time.sleep(0.2)
+            pause()
             processed.append(item)
         return 0
 
