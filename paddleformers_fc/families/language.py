@@ -13,7 +13,9 @@ row        a linear layer whose inputs are cut; its bias is replicated
 qkv        query, key and value in one layer: for every kv head its queries, its key and its value
 gate_up    gate and up in one layer, side by side for every tensor-parallel rank
 gated      gate and up in one layer, and the following down projection
+fused_if   a fused layer whose parts are separate layers unless the configuration fuses them
 experts    routed experts, one by one or all of a layer in one tensor
+decoder    a text model: embedding, layers, last norm and head
 ends       embedding, last norm and head
 ========== ============================================================================================
 
@@ -93,6 +95,7 @@ _VISION_SIZES: Mapping[str, Size] = {
     "layers": "depth",
     "heads": "num_heads",
     "merged": lambda hidden, spatial_merge_size: hidden * spatial_merge_size * spatial_merge_size,
+    "positions": lambda image_size, patch_size: (image_size // patch_size) * (image_size // patch_size),
 }
 """Sizes of vision towers; ``merged`` is the length of the patches that one token of the text replaces."""
 
@@ -273,6 +276,31 @@ def _joined(
     )
 
 
+def fused_if(condition: Condition, fused: Statements) -> Statements:
+    """Declare a fused layer of models that meet a condition, and its parts as in files for other models.
+
+    Args:
+        condition: the condition of the fusion.
+        fused: the result of :func:`qkv` or :func:`gate_up`, from one layer in files per part.
+    """
+    return (*unless(condition, separate(fused)), *when(condition, fused))
+
+
+def separate(fused: Statements) -> Statements:
+    """Declare the parts of fused layers as separate layers with the names in files. Other layers are kept."""
+    found: list[Statement] = []
+    for one in fused:
+        outputs = one.shape[-1]
+        if len(one.sources) == 1 or not isinstance(outputs, tuple):
+            found.append(one)
+            continue
+        geometry = Geometry.LINEAR if len(one.shape) == 2 else Geometry.SAME
+        for source, size in zip(one.sources, outputs, strict=True):
+            part = Statement(source, (source,), geometry, shape=(*one.shape[:-1], size), cut=one.cut, where=one.where)
+            found.append(part)
+    return tuple(found)
+
+
 def stored_in_one(*names: str, file: str, shape: Shape) -> Statements:
     """Declare tensors of one scope that files store concatenated in one tensor."""
     siblings = tuple(name.rpartition(".")[2] for name in names)
@@ -349,6 +377,11 @@ def ends(
         *of_class(FLEET, same(f"{scope}.{last}", file=sources[2], shape=shape, cut=0)),
         *tied(sources[2], sources[0]),
     )
+
+
+def decoder(embedding: str, scope: str, norm: str, head: str, *groups: Group) -> Parts:
+    """Declare a text model: the ends of :func:`ends`, and its layers in a scope with ``{layer}``."""
+    return (*ends(embedding, norm, head), *layer(scope, *groups))
 
 
 def transposed_head(bias: Condition = False) -> Statements:
@@ -528,9 +561,16 @@ def tower(
     return Tower(name, f"{name}_config", placed, Numbers(number, f"{name}.layers"), sizes, defaults)
 
 
-def vision(*groups: Group, sizes: Mapping[str, Size] = _NO_SIZES, defaults: Mapping[str, Any] = _NONE) -> Tower:
-    """Declare a vision tower with the usual keys. The arguments are those of :func:`tower`."""
-    return tower("vision", *groups, sizes={**_VISION_SIZES, **sizes}, defaults={**_VISION_DEFAULTS, **defaults})
+def vision(
+    scope: str,
+    *groups: Group,
+    file: str | None = None,
+    sizes: Mapping[str, Size] = _NO_SIZES,
+    defaults: Mapping[str, Any] = _NONE,
+) -> Tower:
+    """Declare a vision tower with the usual keys. The arguments are those of :func:`tower` and :func:`layer`."""
+    sizes, defaults = {**_VISION_SIZES, **sizes}, {**_VISION_DEFAULTS, **defaults}
+    return tower("vision", layer(scope, *groups, file=file), sizes=sizes, defaults=defaults)
 
 
 def family(

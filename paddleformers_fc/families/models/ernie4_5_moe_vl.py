@@ -19,12 +19,8 @@ def of_expert(expert: int, moe_intermediate_size: Any, moe_num_experts: Any) -> 
 
 
 EXPERTS = (
-    lang.uncut(
-        lang.column(
-            "mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj", outputs=of_expert, bias="use_bias"
-        )
-    ),
-    lang.uncut(lang.row("mlp.experts.{expert}.down_proj", inputs=of_expert, bias="use_bias")),
+    lang.layer("mlp.experts.{expert}", lang.linear("gate_proj", "up_proj", outputs=of_expert, bias="use_bias")),
+    lang.linear("mlp.experts.{expert}.down_proj", inputs=of_expert, bias="use_bias"),
     lang.column("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", outputs="shared_ffn", bias="use_bias"),
     lang.row("mlp.shared_experts.down_proj", inputs="shared_ffn", bias="use_bias"),
     lang.same("mlp.gate.weight", shape=("hidden", "text_experts"), dtype="float32"),
@@ -41,17 +37,16 @@ RESAMPLER = lang.layer(
     lang.linear("mlp", inputs="spatial", bias=True),
     lang.same("after_norm.weight"),
 )
-BLOCK = (
-    lang.same("norm1.weight", "norm2.weight", "norm1.bias", "norm2.bias"),
-    lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
-    lang.linear("attn.proj", bias=True),
-    lang.linear("mlp.fc1", outputs="ffn", bias=True),
-    lang.linear("mlp.fc2", inputs="ffn", bias=True),
-)
 VISION = lang.vision(
-    lang.linear("vision_model.patch_embed.proj", inputs="patch"),
-    lang.same("vision_model.ln.weight", "vision_model.ln.bias"),
-    lang.layer("vision_model.blocks.{block}", BLOCK),
+    "vision_model",
+    lang.linear("patch_embed.proj", inputs="patch"),
+    lang.same("ln.weight", "ln.bias"),
+    lang.same("blocks.{block}.norm1.weight", "blocks.{block}.norm2.weight"),
+    lang.same("blocks.{block}.norm1.bias", "blocks.{block}.norm2.bias"),
+    lang.linear("blocks.{block}.attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
+    lang.linear("blocks.{block}.attn.proj", bias=True),
+    lang.linear("blocks.{block}.mlp.fc1", outputs="ffn", bias=True),
+    lang.linear("blocks.{block}.mlp.fc2", inputs="ffn", bias=True),
     sizes={
         "patch": lambda in_channels, patch_size: in_channels * patch_size * patch_size,
         "ffn": lambda intermediate_size, hidden, mlp_ratio: intermediate_size or hidden * mlp_ratio,

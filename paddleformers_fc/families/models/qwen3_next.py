@@ -43,8 +43,7 @@ LAYER = (
 )
 FAMILY = lang.family(
     "qwen3_next",
-    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer("model.layers.{layer}", LAYER),
+    lang.decoder("model.embed_tokens", "model.layers.{layer}", "model.norm", "lm_head", LAYER),
     lang.optional("mtp."),
     sizes={"gated_q": ("q", "q"), "shared_ffn": "shared_expert_intermediate_size"},
     defaults={"decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256, "linear_conv_kernel_dim": 4},
