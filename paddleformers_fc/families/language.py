@@ -13,6 +13,8 @@ row        a linear layer whose inputs are cut; its bias is replicated
 qkv        query, key and value in one layer: for every kv head its queries, its key and its value
 gate_up    gate and up in one layer, side by side for every tensor-parallel rank
 gated      gate and up in one layer, and the following down projection
+attention  query, key, value and output in separate layers
+mlp        gate, up and down in separate layers
 fused_if   a fused layer whose parts are separate layers unless the configuration fuses them
 experts    routed experts, one by one or all of a layer in one tensor
 decoder    a text model: embedding, layers, last norm and head
@@ -274,6 +276,20 @@ def _joined(
         Statement(f"{name}.weight", weights, geometry, shape=("hidden", outputs), cut=1),
         *when(bias, (Statement(f"{name}.bias", biases, geometry, shape=(outputs,), cut=0),)),
     )
+
+
+def attention(query: str, key: str, value: str, output: str, bias: Condition = False) -> Statements:
+    """Declare separate query, key and value layers, whose outputs are cut, and the output layer."""
+    return (
+        *column(query, outputs="q", bias=bias),
+        *column(key, value, outputs="kv", bias=bias),
+        *row(output, inputs="q", bias=bias),
+    )
+
+
+def mlp(gate: str, up: str, down: str, size: Size = "ffn", bias: Condition = False) -> Statements:
+    """Declare a gated feed-forward with separate layers, of which ``size`` is the number of inputs of the last."""
+    return (*column(gate, up, outputs=size, bias=bias), *row(down, inputs=size, bias=bias))
 
 
 def fused_if(condition: Condition, fused: Statements) -> Statements:

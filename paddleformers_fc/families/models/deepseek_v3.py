@@ -17,8 +17,7 @@ EXPERTS = (
     lang.router("mlp.gate"),
     lang.balance("mlp.gate.e_score_correction_bias"),
     lang.experts("mlp.experts.{expert}", EXPERT, formers=lang.uncut(lang.separate(EXPERT))),
-    lang.layer("mlp.shared_experts", lang.column("gate_proj", "up_proj", outputs="shared_ffn")),
-    lang.row("mlp.shared_experts.down_proj", inputs="shared_ffn"),
+    lang.layer("mlp.shared_experts", lang.mlp("gate_proj", "up_proj", "down_proj", "shared_ffn")),
 )
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
@@ -32,8 +31,7 @@ LAYER = (
     lang.row("self_attn.o_proj", inputs="latent_value", bias="attention_bias"),
     lang.unless("q_lora_rank", lang.fresh("self_attn.q_a_layernorm.weight")),
     lang.when(sparse, EXPERTS),
-    lang.unless(sparse, lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn")),
-    lang.unless(sparse, lang.row("mlp.down_proj", inputs="ffn")),
+    lang.unless(sparse, lang.mlp("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
 )
 FAMILY = lang.family(
     "deepseek_v3",

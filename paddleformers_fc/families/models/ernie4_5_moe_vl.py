@@ -18,11 +18,10 @@ def of_expert(expert: int, moe_intermediate_size: Any, moe_num_experts: Any) -> 
     return moe_intermediate_size[0] if expert < moe_num_experts[0] else moe_intermediate_size[1]
 
 
+EXPERT = lang.uncut(lang.mlp("gate_proj", "up_proj", "down_proj", of_expert, bias="use_bias"))
 EXPERTS = (
-    lang.layer("mlp.experts.{expert}", lang.linear("gate_proj", "up_proj", outputs=of_expert, bias="use_bias")),
-    lang.linear("mlp.experts.{expert}.down_proj", inputs=of_expert, bias="use_bias"),
-    lang.column("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", outputs="shared_ffn", bias="use_bias"),
-    lang.row("mlp.shared_experts.down_proj", inputs="shared_ffn", bias="use_bias"),
+    lang.layer("mlp.experts.{expert}", EXPERT),
+    lang.layer("mlp.shared_experts", lang.mlp("gate_proj", "up_proj", "down_proj", "shared_ffn", bias="use_bias")),
     lang.same("mlp.gate.weight", shape=("hidden", "text_experts"), dtype="float32"),
     lang.same("mlp.gate.weight_1", shape=("hidden", "image_experts"), dtype="float32"),
     lang.when("moe_use_aux_free", lang.balance("mlp.moe_statics.e_score_correction_bias", shape=(2, "text_experts"))),
@@ -54,12 +53,9 @@ VISION = lang.vision(
 )
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
-    lang.column("self_attn.q_proj", outputs="q", bias="use_bias"),
-    lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="use_bias"),
-    lang.row("self_attn.o_proj", inputs="q", bias="use_bias"),
+    lang.attention("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", bias="use_bias"),
     lang.when(sparse, EXPERTS),
-    lang.unless(sparse, lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias="use_bias")),
-    lang.unless(sparse, lang.row("mlp.down_proj", inputs="ffn", bias="use_bias")),
+    lang.unless(sparse, lang.mlp("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", bias="use_bias")),
 )
 FAMILY = lang.family(
     "ernie4_5_moe_vl",

@@ -32,9 +32,7 @@ PREDICTION = (
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
     lang.same("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"),
-    lang.linear("self_attn.q_proj", outputs="q"),
-    lang.linear("self_attn.k_proj", "self_attn.v_proj", outputs="kv"),
-    lang.linear("self_attn.o_proj", inputs="q"),
+    lang.uncut(lang.attention("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")),
     lang.linear("mlp.gate_up_proj", outputs=("ffn", "ffn")),
     lang.linear("mlp.down_proj", inputs="ffn"),
 )

@@ -37,11 +37,8 @@ PROJECTOR = lang.layer(
 )
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
-    lang.column("self_attn.q_proj", outputs="q", bias="use_bias"),
-    lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="use_bias"),
-    lang.row("self_attn.o_proj", inputs="q", bias="use_bias"),
-    lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias=ffn_bias),
-    lang.row("mlp.down_proj", inputs="ffn", bias=ffn_bias),
+    lang.attention("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", bias="use_bias"),
+    lang.mlp("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", bias=ffn_bias),
 )
 FAMILY = lang.family(
     "paddleocr_vl",

@@ -35,11 +35,7 @@ LAYER = (
     lang.when(is_linear, DELTA_NET),
     lang.unless(is_linear, GATED),
     lang.when(lang.stepped, SPARSE),
-    lang.unless(
-        lang.stepped,
-        lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn"),
-        lang.row("mlp.down_proj", inputs="ffn"),
-    ),
+    lang.unless(lang.stepped, lang.mlp("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
 )
 FAMILY = lang.family(
     "qwen3_next",
