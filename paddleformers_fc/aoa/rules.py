@@ -22,7 +22,7 @@ from paddleformers_fc.aoa.faults import Fault
 from paddleformers_fc.aoa.syntax import FFN, QKV, QKV_PER_RANK, Fused, Join, Move
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Composer, TensorSources, TensorSpec
-from paddleformers_fc.mapping.rules import Rule, parts_by_tensor
+from paddleformers_fc.mapping.rules import Rule, moving, parts_by_tensor
 from paddleformers_fc.mapping.templates import BoxLink, Template, identity, inverted
 
 _NOTHING = TensorSources(Template(()), ())
@@ -191,7 +191,7 @@ def permuting(shape: Shape, axes: Shape) -> Rule | None:
     if len(axes) != len(shape):
         cause = f"permute={list(axes)} has {len(axes)} axes, the tensor has shape {list(shape)}."
         raise Fault(cause, f"an order of {list(range(len(shape)))}")
-    return Rule(("",), ("",), (shape[axes[-1]],), len(axes) - 1, axes) if axes else None
+    return moving("", "", tuple(shape[axis] for axis in axes), axes) if axes else None
 
 
 def joining(shapes: Sequence[Shape], into: int, join: Join) -> Rule:

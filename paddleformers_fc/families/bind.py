@@ -19,7 +19,7 @@ from paddleformers_fc.families.names import Kind, Names, tied_names
 from paddleformers_fc.families.sizes import Sizes, conditions_text
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
-from paddleformers_fc.mapping.rules import Parts, Slab
+from paddleformers_fc.mapping.rules import Parts, Slab, moving
 from paddleformers_fc.text import count_text, fold
 
 MAX_EXPERTS = 1 << 16
@@ -281,7 +281,7 @@ def _stored_stack_rules(statement: Statement, source: str, tensor: ModelTensor) 
     axes = tuple(range(rank))
     transposed = statement.geometry is Geometry.LINEAR
     order = (*axes[:-2], axes[-1], axes[-2]) if transposed else axes
-    return [Rule((source,), (tensor.name,), (tensor.shape[-1],), rank - 1, order)]
+    return [moving(source, tensor.name, tensor.shape, order)]
 
 
 def _with_owners(tensors: list[ModelTensor], ties: Mapping[str, str]) -> list[ModelTensor]:

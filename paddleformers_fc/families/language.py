@@ -184,7 +184,6 @@ def linear(
     file: str = "",
     fleet: str = "",
     bias: Condition = False,
-    dtype: str = "",
 ) -> Statements:
     """Declare linear layers that are replicated on every rank.
 
@@ -195,11 +194,10 @@ def linear(
         file: the canonical name of a single layer, if it differs.
         fleet: the name of a single layer in PaddleFleet's class, if it differs.
         bias: the condition of the bias.
-        dtype: the dtype, if it differs from the model's.
     """
     weights, biases = ([_part(name, leaf) for name in (file, fleet, *names)] for leaf in ("weight", "bias"))
     return (
-        *transposed(*weights[2:], file=weights[0], fleet=weights[1], shape=(inputs, outputs), dtype=dtype),
+        *transposed(*weights[2:], file=weights[0], fleet=weights[1], shape=(inputs, outputs)),
         *when(bias, same(*biases[2:], file=biases[0], fleet=biases[1], shape=(outputs,))),
     )
 

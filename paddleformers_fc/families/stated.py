@@ -21,8 +21,8 @@ from paddleformers_fc.families.bind import ModelTensor, bind
 from paddleformers_fc.families.description import Adapters, ModelDescription
 from paddleformers_fc.families.names import tied_names, tied_sources
 from paddleformers_fc.families.registry import family_for, is_known
-from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
-from paddleformers_fc.mapping.rules import decode_rules, encode_rules
+from paddleformers_fc.mapping import RuleSet, Shape, TensorSpec, Tie
+from paddleformers_fc.mapping.rules import decode_rules, encode_rules, moving
 from paddleformers_fc.storage.json_io import ignored_extensions
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.text import count_text, fold
@@ -72,7 +72,7 @@ def rules_by_name(tensors: Iterable[ModelTensor], ties: Iterable[Tie] = ()) -> R
     owners = [one for name, one in by_name.items() if name not in aliases]
     return RuleSet(
         targets={name: TensorSpec(one.shape, one.dtype) for name, one in by_name.items()},
-        rules=tuple(_same(one) for one in owners if one.shape),
+        rules=tuple(moving(one.name, one.name, one.shape) for one in owners if one.shape),
         ties=known,
         # Rules need an axis, so tensors without one are loaded by name.
         fresh=tuple(one.name for one in owners if not one.shape),
@@ -140,11 +140,6 @@ def _restricted(rules: RuleSet, tensors: Sequence[ModelTensor]) -> RuleSet:
         ties=tuple(tie for tie in rules.ties if tie.alias in targets),
         fresh=tuple(name for name in rules.fresh if name in targets),
     )
-
-
-def _same(tensor: ModelTensor) -> Rule:
-    rank = len(tensor.shape)
-    return Rule((tensor.name,), (tensor.name,), (tensor.shape[-1],), rank - 1, tuple(range(rank)))
 
 
 def _cuts(rules: RuleSet, name: str, shape: Shape) -> Shape:

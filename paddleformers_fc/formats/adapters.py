@@ -51,6 +51,7 @@ from paddleformers_fc.formats.stock_checkpoint import model_description
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie
+from paddleformers_fc.mapping.rules import moving
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, FileChecksums, read_checksums, read_exported
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES
@@ -214,8 +215,7 @@ def _peft_rules(checkpoint: OpenedCheckpoint) -> RuleSet:
     for name, spec in sources.items():
         owner, *copies = (_peft_name(copy, adapted) for copy in shared.get(name, (name,)))
         targets |= dict.fromkeys((owner, *copies), spec)
-        rank = len(spec.shape)
-        rules.append(Rule((name,), (owner,), (spec.shape[-1],), rank - 1, tuple(range(rank))))
+        rules.append(moving(name, owner, spec.shape))
         ties.extend(Tie(owner, copy) for copy in copies)
     return RuleSet(targets, tuple(rules), tuple(ties))
 

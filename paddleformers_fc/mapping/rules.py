@@ -193,6 +193,19 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
                 yield other.tensor, BoxLink(one.tensor, source_box, target_box, self.axes, self.cast)
 
 
+def moving(source: str, target: str, shape: Shape, axes: tuple[int, ...] | None = None) -> Rule:
+    """Return the rule that renames a complete tensor and permutes its axes.
+
+    Args:
+        source: the source.
+        target: the target.
+        shape: shape of the target, with at least one axis.
+        axes: for every target axis the source axis that it reads; None for no permutation.
+    """
+    axes = tuple(range(len(shape))) if axes is None else axes
+    return Rule((source,), (target,), shape[-1:], len(shape) - 1, axes)
+
+
 class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Two target names of one tensor. The mapping contains the owner; the alias must be bitwise equal to it."""
 
