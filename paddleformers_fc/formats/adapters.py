@@ -422,7 +422,7 @@ def _open_peft(format: Format, directory: AnyPath, verify: str, config: Config) 
         (msgspec.structs.replace(shard, name=canonical_name(shard.name)), file, begin, width)
         for shard, file, begin, width in read.shards({WEIGHTS_NAME: names})
     )
-    opened = read.opened(format, shards, read_config(directory), FileFacts(checksums, adapters=adapters))
+    opened = read.opened(format, shards, read_config(directory, checksums), FileFacts(checksums, adapters=adapters))
     faults = [*opened.catalog.faults(), *_unpaired(opened.catalog.roles[MODEL_STATE])]
     if faults or not names:
         raise Corrupt(
@@ -573,7 +573,8 @@ def _open_lora(format: Format, directory: AnyPath, verify: str, config: Config) 
     read = read_files(index, files, checksums, verify, [LORA_INDEX_NAME, LORA_CONFIG_NAME])
     adapters, degree = _adapters_of_lora(_read_config(directory, LORA_CONFIG_NAME, checksums), directory)
     shards = read.shards({name: header.tensors for name, header in read.headers.items()})
-    return read.opened(format, shards, read_config(directory), FileFacts(checksums, adapters=adapters, degree=degree))
+    facts = FileFacts(checksums, adapters=adapters, degree=degree)
+    return read.opened(format, shards, read_config(directory, checksums), facts)
 
 
 def _describe_lora(checkpoint: OpenedCheckpoint) -> StoredModel:

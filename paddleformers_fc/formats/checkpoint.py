@@ -43,7 +43,7 @@ from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum
 from paddleformers_fc.storage.dtypes import ScaledFile, to_safetensors
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, FileChecksums, encode_checksums, read_exported
-from paddleformers_fc.storage.files import is_file, list_directory
+from paddleformers_fc.storage.files import is_directory, is_file, list_directory
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json, read_recorded
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
@@ -529,6 +529,13 @@ def with_tied(checkpoint: OpenedCheckpoint, tied: str) -> OpenedCheckpoint:
     last_copies = checkpoint.format.last_copies if tied == LAST else None
     catalog = checkpoint.catalog if last_copies is None else last_copies(checkpoint)
     return structs.replace(checkpoint, tied=tied, catalog=catalog)
+
+
+def local_files(directory: AnyPath) -> frozenset[str]:
+    """Return the names in a local directory; empty for a URL, or if there is no directory."""
+    if not isinstance(directory, Path) or not is_directory(directory):
+        return frozenset()
+    return frozenset(path.name for path in list_directory(directory))
 
 
 def model_documents(directory: AnyPath) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
@@ -34,6 +34,7 @@ from paddleformers_fc.formats.checkpoint import (
     StoredModel,
     StoredShard,
     grouped_by_size,
+    local_files,
     model_documents,
     parse_config,
     tensor_header,
@@ -122,7 +123,7 @@ def open_huggingface(directory: AnyPath, verify: str = "size", as_stored: bool =
     documents += [CONFIG_NAME] if CONFIG_NAME in (checksums or {}) else []
     read = read_files(directory / INDEX_NAME, files, checksums, verify, documents)
     native = _of_paddle(directory, read.headers)
-    config = _read_config(directory, checksums)
+    config = read_config(directory, checksums)
     names = _with_unnamed(files, read.headers, directory)
     plain, scaled = (names, {}) if as_stored else scaled_files(directory, config, names, read.headers)
     produced = {directory / path: file for path, (_, file) in scaled.items()}
@@ -260,35 +261,34 @@ def linear_weights(rules: RuleSet) -> Iterator[str]:
             yield from rule.sources
 
 
-def read_description(directory: AnyPath, name: str) -> bytes | None:
+def read_description(directory: AnyPath, name: str, checksums: FileChecksums | None = None) -> bytes | None:
     """Read a metadata file of open weights, such as ``config.json``; None if it does not exist.
 
+    Args:
+        directory: the directory of the file.
+        name: the name of the file.
+        checksums: the recorded checksums, if they were already read.
     Raises:
         Corrupt: the file does not match its recorded checksum.
         FormatError: it is too long, or not a regular file.
         StorageError: it cannot be read.
     """
-    return _read_document(directory, name, read_checksums(directory))
-
-
-def _read_document(directory: AnyPath, name: str, checksums: FileChecksums | None) -> bytes | None:
     if not exists(directory / name):
         return None
-    return read_exported(directory, checksums, name, MAX_DOCUMENT_BYTES)
+    return read_exported(directory, checksums or read_checksums(directory), name, MAX_DOCUMENT_BYTES)
 
 
-def read_config(directory: AnyPath) -> dict[str, Any]:
+def read_config(directory: AnyPath, checksums: FileChecksums | None = None) -> dict[str, Any]:
     """Read ``config.json`` and compare it with its recorded checksum, if any; empty if the file does not exist.
 
+    Args:
+        directory: the directory of the file.
+        checksums: the recorded checksums, if they were already read.
     Raises:
         Corrupt: it does not match its checksum.
         FormatError: it is not a JSON object.
     """
-    return _read_config(directory, read_checksums(directory)) if exists(directory / CONFIG_NAME) else {}
-
-
-def _read_config(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, Any]:
-    raw = _read_document(directory, CONFIG_NAME, checksums)
+    raw = read_description(directory, CONFIG_NAME, checksums)
     return {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
 
 
@@ -525,7 +525,7 @@ def _is_open_weights(directory: AnyPath) -> bool:
     """Return whether there is an index, a single weight file, or a numbered one."""
     if exists(directory / INDEX_NAME) or exists(directory / SINGLE_NAME):
         return True
-    return isinstance(directory, Path) and any(_NUMBERED.fullmatch(path.name) for path in list_directory(directory))
+    return any(map(_NUMBERED.fullmatch, local_files(directory)))
 
 
 def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> OpenedCheckpoint:

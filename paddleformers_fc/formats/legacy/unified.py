@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from paddleformers_fc.errors import Corrupt, FormatError, MappingError
+from paddleformers_fc.errors import FormatError, MappingError
 from paddleformers_fc.families import enumerate_tensors, family_for, is_known
 from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.formats import stock_checkpoint as stock
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, Format, OpenedCheckpoint, StoredShard
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, Format, OpenedCheckpoint, StoredShard, local_files
 from paddleformers_fc.formats.huggingface import indexed_files, read_files
 from paddleformers_fc.formats.legacy.rank_files import (
     EMA,
@@ -47,11 +47,11 @@ from paddleformers_fc.formats.legacy.rank_files import (
 )
 from paddleformers_fc.formats.legacy.rank_shards import Assembly, StageFiles
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.stock_run import COPY_AGAIN_STEP, removes_masters
+from paddleformers_fc.formats.stock_run import damaged, removes_masters
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.files import is_directory, list_directory, open_local, read_range
+from paddleformers_fc.storage.files import list_directory, open_local, read_range
 from paddleformers_fc.storage.paths import AnyPath, require_local
 from paddleformers_fc.storage.safetensors import Header
 from paddleformers_fc.text import count_text, fold
@@ -159,9 +159,7 @@ def _files(directory: Path, kind: str, names: Sequence[str]) -> dict[str, list[s
     elif single in own:
         files = {single: []}
     elif numbered:
-        raise Corrupt(
-            f"{directory} has no {index}.", where=str(directory), evidence=numbered[:8], next_step=COPY_AGAIN_STEP
-        )
+        raise damaged(directory, f"{directory} has no {index}.", numbered[:8])
     else:
         return {}
     others = [name for name in own if name not in files]
@@ -390,9 +388,7 @@ def _leaf(name: str) -> str:
 
 def _is_unified(directory: AnyPath) -> bool:
     """Return whether there are safetensors files of optimizer states or master weights, or an index of them."""
-    if not isinstance(directory, Path) or not is_directory(directory):
-        return False
-    return any(_is_of_states(path.name) for path in list_directory(directory))
+    return any(map(_is_of_states, local_files(directory)))
 
 
 def _is_of_states(name: str) -> bool:
