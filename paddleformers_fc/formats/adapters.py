@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from paddleformers_fc.errors import Corrupt, FormatError, MappingError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import FormatError, MappingError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelTensor, bind, family_for
 from paddleformers_fc.families.description import A, Adapters, B, Base, ModelDescription, is_adapter, shared_inputs
 from paddleformers_fc.families.enumerate import enumerate_tensors, recognised_tensors
@@ -42,6 +42,7 @@ from paddleformers_fc.formats.checkpoint import (
     OutputFile,
     StoredModel,
     config_bytes,
+    damaged,
     grouped_by_size,
     parse_config,
     tensor_header,
@@ -56,7 +57,7 @@ from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, FileChecks
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.text import count_text
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
@@ -425,12 +426,9 @@ def _open_peft(format: Format, directory: AnyPath, verify: str, config: Config) 
     opened = read.opened(format, shards, read_config(directory, checksums), FileFacts(checksums, adapters=adapters))
     faults = [*opened.catalog.faults(), *_unpaired(opened.catalog.roles[MODEL_STATE])]
     if faults or not names:
-        raise Corrupt(
-            f"{WEIGHTS_NAME} does not contain complete adapters.",
-            where=str(directory / WEIGHTS_NAME),
-            evidence=fold(faults) or ["it contains no tensor"],
-            next_step="Save the adapters again with PEFT.",
-        )
+        what = f"{WEIGHTS_NAME} does not contain complete adapters."
+        evidence = faults or ["it contains no tensor"]
+        raise damaged(directory / WEIGHTS_NAME, what, evidence, "Save the adapters again with PEFT.")
     return opened
 
 
@@ -586,12 +584,8 @@ def _describe_lora(checkpoint: OpenedCheckpoint) -> StoredModel:
     model, rules = _bound(model, specs, facts.degree)
     faults = [*_unpaired(specs), *_shape_faults(model, specs)]
     if faults:
-        raise Corrupt(
-            f"{catalog.root} does not contain complete adapters for {LORA_CONFIG_NAME} and {CONFIG_NAME}.",
-            where=str(catalog.root),
-            evidence=fold(faults),
-            next_step="Save the adapters again.",
-        )
+        what = f"{catalog.root} does not contain complete adapters for {LORA_CONFIG_NAME} and {CONFIG_NAME}."
+        raise damaged(catalog.root, what, faults, "Save the adapters again.")
     return StoredModel(rules, model)
 
 

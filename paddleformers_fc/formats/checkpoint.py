@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -142,6 +142,7 @@ RUN_ARGUMENTS = "training_args.json"
 """The training arguments in an export. They depend on the layout of the run, so they have no checksum."""
 MAPPING_NAME = "mapping.json"
 _RESTORE_CONFIG = "Restore the file: save or download it again."
+COPY_AGAIN_STEP = "Use another checkpoint, or copy the files again: all of one save."
 _DESCRIBING = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab"})
 """The suffixes of files that describe a model or its tokenizer."""
 _OF_A_FORMAT = re.compile(
@@ -610,6 +611,11 @@ def not_a_flex_checkpoint(format: Format, directory: AnyPath, next_step: str = "
     )
 
 
+def damaged(where: AnyPath, what: str, evidence: Iterable[str], next_step: str = COPY_AGAIN_STEP) -> Corrupt:
+    """Return the error for files that are missing or contradict each other; lines of evidence are folded."""
+    return Corrupt(what, where=str(where), evidence=fold(evidence), next_step=next_step)
+
+
 def check_stored_once(directory: AnyPath, faults: Sequence[str], next_step: str) -> None:
     """Check that there are no faults of tensors that are incomplete or stored twice.
 
@@ -617,12 +623,8 @@ def check_stored_once(directory: AnyPath, faults: Sequence[str], next_step: str)
         Corrupt: there are faults; the error lists all of them.
     """
     if faults:
-        raise Corrupt(
-            f"The checkpoint does not contain all tensors exactly once: {count_text(len(faults), 'fault')}.",
-            where=str(directory),
-            evidence=fold(faults),
-            next_step=next_step,
-        )
+        what = f"The checkpoint does not contain all tensors exactly once: {count_text(len(faults), 'fault')}."
+        raise damaged(directory, what, faults, next_step)
 
 
 def parse_config(raw: bytes, path: AnyPath, next_step: str = _RESTORE_CONFIG) -> dict[str, Any]:
@@ -698,12 +700,8 @@ def check_no_contradictions(checkpoint: OpenedCheckpoint, documents: Mapping[str
         if found != recorded
     ]
     if faults:
-        raise Corrupt(
-            f"Files of {root} contradict each other.",
-            where=str(root),
-            evidence=fold(faults),
-            next_step="Use another checkpoint; one of these files was changed, or is from another checkpoint.",
-        )
+        next_step = "Use another checkpoint; one of these files was changed, or is from another checkpoint."
+        raise damaged(root, f"Files of {root} contradict each other.", faults, next_step)
 
 
 def _family(checkpoint: OpenedCheckpoint) -> Iterator[tuple[str, Any, Any]]:

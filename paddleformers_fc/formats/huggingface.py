@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
-from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.formats.built_model import built_model
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
@@ -33,6 +33,7 @@ from paddleformers_fc.formats.checkpoint import (
     OutputFile,
     StoredModel,
     StoredShard,
+    damaged,
     grouped_by_size,
     local_files,
     model_documents,
@@ -58,7 +59,7 @@ from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import Header, read_header
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.text import count_text
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -135,8 +136,7 @@ def open_huggingface(directory: AnyPath, verify: str = "size", as_stored: bool =
         FileFacts(checksums, native, used != config),
     )
     if not opened.catalog.count:
-        where = str(directory)
-        raise Corrupt("The directory contains no tensor.", where=where, evidence=sorted(files), next_step=FETCH_AGAIN)
+        raise damaged(directory, "The directory contains no tensor.", sorted(files), FETCH_AGAIN)
     return opened
 
 
@@ -174,8 +174,7 @@ class WeightFiles:
         """
         tensors, faults = gather_shards(shards)
         if faults:
-            where = str(self.directory)
-            raise Corrupt("Files contradict each other.", where=where, evidence=faults, next_step=FETCH_AGAIN)
+            raise damaged(self.directory, "Files contradict each other.", faults, FETCH_AGAIN)
         checksums = self.checksums or {}
         recorded = {name: checksums[name] for name in self.headers if name in checksums}
         catalog = Catalog(self.directory, {MODEL_STATE: tensors}, self.identities)
@@ -362,12 +361,9 @@ def _check_all_files(directory: AnyPath, numbered: Sequence[str]) -> None:
             next_step=FETCH_AGAIN,
         )
     if missing:
-        raise Corrupt(
-            f"{count_text(len(missing), 'weight file')} in {directory} cannot be found.",
-            where=str(directory),
-            evidence=fold(f"{name} is missing" for name in missing),
-            next_step=f"Download the missing files, and {INDEX_NAME}, which lists all of them.",
-        )
+        what = f"{count_text(len(missing), 'weight file')} in {directory} cannot be found."
+        next_step = f"Download the missing files, and {INDEX_NAME}, which lists all of them."
+        raise damaged(directory, what, (f"{name} is missing" for name in missing), next_step)
 
 
 def _shortened(names: list[str]) -> str:
@@ -405,12 +401,8 @@ def indexed_files(index: AnyPath, checksums: FileChecksums | None) -> dict[str, 
     there = map_paths(is_file, (index.parent / name for name in files), index)
     missing = sorted(name for name, found in zip(files, there, strict=True) if not found)
     if missing:
-        raise Corrupt(
-            f"{count_text(len(missing), 'file')} of the index cannot be found.",
-            where=str(index),
-            evidence=missing,
-            next_step="Download the missing files; nothing was loaded.",
-        )
+        what = f"{count_text(len(missing), 'file')} of the index cannot be found."
+        raise damaged(index, what, missing, "Download the missing files; nothing was loaded.")
     return files
 
 
@@ -431,12 +423,7 @@ def _check_indexed(index: AnyPath, files: Mapping[str, Sequence[str]], headers: 
         if tensor not in headers[name].tensors
     ]
     if faults:
-        raise Corrupt(
-            f"Files lack {count_text(len(faults), 'tensor')} of the index.",
-            where=str(index),
-            evidence=fold(faults),
-            next_step=FETCH_AGAIN,
-        )
+        raise damaged(index, f"Files lack {count_text(len(faults), 'tensor')} of the index.", faults, FETCH_AGAIN)
 
 
 def _is_plain(name: str) -> bool:
@@ -467,12 +454,8 @@ def _with_unnamed(files: dict[str, list[str]], headers: dict[str, Header], direc
                 holders.setdefault(tensor, []).append(name)
     faults = [f"{tensor}: in {' and '.join(names)}" for tensor, names in holders.items() if len(names) > 1]
     if faults:
-        raise Corrupt(
-            f"Several files contain {count_text(len(faults), 'tensor')} that the index does not list.",
-            where=str(directory / INDEX_NAME),
-            evidence=fold(faults),
-            next_step=FETCH_AGAIN,
-        )
+        what = f"Several files contain {count_text(len(faults), 'tensor')} that the index does not list."
+        raise damaged(directory / INDEX_NAME, what, faults, FETCH_AGAIN)
     added = {name: list(tensors) for name, tensors in files.items()}
     for tensor, names in holders.items():
         added[names[0]].append(tensor)

@@ -27,6 +27,7 @@ import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError
 from paddleformers_fc.formats.catalog import Catalog
+from paddleformers_fc.formats.checkpoint import COPY_AGAIN_STEP, damaged
 from paddleformers_fc.layout.roles import EMA_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
@@ -35,7 +36,7 @@ from paddleformers_fc.storage.json_io import parse_json, read_document
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY, Manifest
 from paddleformers_fc.storage.paths import AnyPath, parse_step
 from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.text import count_text
 
 STATES = ("trainer_state.json", "trainer_state.bin")
 """The possible names of the Trainer's state; a checkpoint has one of them."""
@@ -54,7 +55,6 @@ _TRAINED_TOGETHER = re.compile(r".*\.experts\.[0-9]+\.|[^0-9]*?\.(?=[0-9]+\.)")
 """The prefix that parameters with gradients in the same steps share."""
 _LEAST_POWER = 1e-30
 """Smaller powers are too close to underflow to be exact."""
-COPY_AGAIN_STEP = "Use another checkpoint, or copy the files again: all of one save."
 _ALTERED_STEP = "Use another checkpoint; this one contains files of different saves, or was altered."
 _DEGREES = {
     "dp": "data_parallel_size",
@@ -455,11 +455,6 @@ def epoch_of(scheduler: Any) -> int | None:
     """Return the number of steps of a pickled scheduler; None if it has none."""
     epoch = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
     return epoch if type(epoch) is int else None
-
-
-def damaged(where: AnyPath, what: str, evidence: Iterable[str], next_step: str = COPY_AGAIN_STEP) -> Corrupt:
-    """Return the error for a checkpoint with missing files, or with files that contradict each other."""
-    return Corrupt(what, where=str(where), evidence=fold(evidence), next_step=next_step)
 
 
 def different_steps(directory: Path, evidence: Iterable[str]) -> Corrupt:

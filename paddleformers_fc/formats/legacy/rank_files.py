@@ -22,8 +22,9 @@ from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.formats import stock_checkpoint as stock
+from paddleformers_fc.formats.checkpoint import damaged
 from paddleformers_fc.formats.huggingface import OF_PADDLE, model_orientation
-from paddleformers_fc.formats.stock_run import SCHEDULER, SIGNAL, damaged, epoch_of
+from paddleformers_fc.formats.stock_run import SCHEDULER, SIGNAL, epoch_of
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import list_directory

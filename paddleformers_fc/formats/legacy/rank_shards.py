@@ -30,7 +30,15 @@ from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.names import Names
 from paddleformers_fc.formats import stock_checkpoint as stock, stock_run
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, Format, OpenedCheckpoint, StoredShard, local_files
+from paddleformers_fc.formats.checkpoint import (
+    CONFIG_NAME,
+    Config,
+    Format,
+    OpenedCheckpoint,
+    StoredShard,
+    damaged,
+    local_files,
+)
 from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.legacy.canonical_ranks import CanonicalModel, assign_variables, canonical_models
 from paddleformers_fc.formats.legacy.rank_files import (
@@ -49,7 +57,7 @@ from paddleformers_fc.formats.legacy.rank_files import (
     unsupported_experts,
 )
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.stock_run import ARGUMENTS, SCHEDULER, damaged, different_steps, malformed_file
+from paddleformers_fc.formats.stock_run import ARGUMENTS, SCHEDULER, different_steps, malformed_file
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
     MASTER,

@@ -34,7 +34,15 @@ from paddleformers_fc.errors import FormatError, MappingError
 from paddleformers_fc.families import enumerate_tensors, family_for, is_known
 from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.formats import stock_checkpoint as stock
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, Format, OpenedCheckpoint, StoredShard, local_files
+from paddleformers_fc.formats.checkpoint import (
+    CONFIG_NAME,
+    Config,
+    Format,
+    OpenedCheckpoint,
+    StoredShard,
+    damaged,
+    local_files,
+)
 from paddleformers_fc.formats.huggingface import indexed_files, read_files
 from paddleformers_fc.formats.legacy.rank_files import (
     EMA,
@@ -47,7 +55,7 @@ from paddleformers_fc.formats.legacy.rank_files import (
 )
 from paddleformers_fc.formats.legacy.rank_shards import Assembly, StageFiles
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.stock_run import damaged, removes_masters
+from paddleformers_fc.formats.stock_run import removes_masters
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
