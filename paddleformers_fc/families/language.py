@@ -554,7 +554,9 @@ def at(stage: Stage, *groups: Group) -> Statements:
 
 def tower(
     name: str,
+    scope: str,
     *groups: Group,
+    file: str | None = None,
     number: str = "block",
     sizes: Mapping[str, Size] = _NO_SIZES,
     defaults: Mapping[str, Any] = _NONE,
@@ -566,12 +568,15 @@ def tower(
 
     Args:
         name: its name; other sizes of the family refer to its sizes as ``vision.hidden``.
-        groups: its tensors.
+        scope: the prefix of its tensors in the model.
+        groups: its tensors, with names relative to the scope.
+        file: the prefix of canonical names, if it differs.
         number: the placeholder of its layers.
         sizes: sizes that differ from :data:`SIZES`; ``layers`` is the number of layers.
         defaults: the class's values for keys that the nested configuration lacks.
     """
-    placed = tuple(structs.replace(one, tower=name, stage=one.stage or FIRST) for one in _all(groups))
+    own = layer(scope, *groups, file=file)
+    placed = tuple(structs.replace(one, tower=name, stage=one.stage or FIRST) for one in own)
     return Tower(name, f"{name}_config", placed, Numbers(number, f"{name}.layers"), sizes, defaults)
 
 
@@ -582,9 +587,9 @@ def vision(
     sizes: Mapping[str, Size] = _NO_SIZES,
     defaults: Mapping[str, Any] = _NONE,
 ) -> Tower:
-    """Declare a vision tower with the usual keys. The arguments are those of :func:`tower` and :func:`layer`."""
+    """Declare a vision tower with the usual keys. The arguments are those of :func:`tower`."""
     sizes, defaults = {**_VISION_SIZES, **sizes}, {**_VISION_DEFAULTS, **defaults}
-    return tower("vision", layer(scope, *groups, file=file), sizes=sizes, defaults=defaults)
+    return tower("vision", scope, *groups, file=file, sizes=sizes, defaults=defaults)
 
 
 def family(
@@ -730,7 +735,6 @@ def _paddlenlp(scope: str, parts: Group) -> Statements:
 
 def _fleet_numbers(classes: tuple[ModelClass, ...], sizes: dict[str, Size]) -> tuple[Numbers, ...]:
     """Return the numbers of layers and prediction layers. PaddleFormers' class has no prediction or empty layers."""
-    sizes["empty"] = lambda num_empty_layers_add_in_head: num_empty_layers_add_in_head or 0
     if FORMERS in classes:
         sizes["fleet_mtp_layers"] = sizes.get("mtp_layers", SIZES["mtp_layers"])
         sizes["mtp_layers"] = lambda fleet_mtp_layers, is_fleet: fleet_mtp_layers * is_fleet
