@@ -22,10 +22,11 @@ from paddleformers_fc.families.description import Adapters, ModelDescription
 from paddleformers_fc.families.names import tied_names, tied_sources
 from paddleformers_fc.families.registry import family_for, is_known
 from paddleformers_fc.mapping import RuleSet, Shape, TensorSpec, Tie
+from paddleformers_fc.mapping.prove import invalid_mapping
 from paddleformers_fc.mapping.rules import decode_rules, encode_rules, moving
 from paddleformers_fc.storage.json_io import ignored_extensions
 from paddleformers_fc.storage.manifest import RESTORE
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.text import fold
 
 
 def bind_model(model: ModelDescription, tensors: Sequence[ModelTensor]) -> RuleSet:
@@ -127,12 +128,8 @@ def _restricted(rules: RuleSet, tensors: Sequence[ModelTensor]) -> RuleSet:
                 targets[other] = TensorSpec(rules.targets[other].shape, one.dtype)
         targets[one.name] = TensorSpec(one.shape, one.dtype)
     if faults:
-        raise MappingError(
-            f"The model cannot be mapped: {count_text(len(faults), 'fault')}.",
-            where="mapping",
-            evidence=fold(faults),
-            next_step="Give a rule for every tensor of the model, with its global shape.",
-        )
+        next_step = "Give a rule for every tensor of the model, with its global shape."
+        raise invalid_mapping("The model cannot be mapped", faults, next_step, "mapping")
     return structs.replace(
         rules,
         targets=targets,

@@ -36,11 +36,12 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec import structs
 
-from paddleformers_fc.errors import FormatError, MappingError
+from paddleformers_fc.errors import FormatError
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, have_own_hashes, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSources, TensorSpec
+from paddleformers_fc.mapping.prove import invalid_mapping
 from paddleformers_fc.mapping.templates import BoxLink, Template, pruned, stack_templates
-from paddleformers_fc.text import count_text, fold, numbers_text
+from paddleformers_fc.text import fold, numbers_text
 
 T = TypeVar("T")
 
@@ -394,11 +395,8 @@ class RuleSet(msgspec.Struct, frozen=True, dict=True):
                 names = rule.sources if len(kept) == len(rule.sources) else tuple([rule.sources[at] for at in kept])
                 parts.setdefault(name, []).append(TensorSources(template, names))
         if faults:
-            raise MappingError(
-                f"Rules do not match their tensors: {count_text(len(faults), 'fault')}.",
-                evidence=faults,
-                next_step="Compare the model's configuration with the family's declaration.",
-            )
+            next_step = "Compare the model's configuration with the family's declaration."
+            raise invalid_mapping("Rules do not match their tensors", faults, next_step)
         aliases = self.aliases
         targets = {name: spec for name, spec in self.targets.items() if name not in aliases}
         made = {name: own[0] if len(own) == 1 else _stacked(own, stacks) for name, own in parts.items()}
