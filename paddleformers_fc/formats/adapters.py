@@ -44,6 +44,7 @@ from paddleformers_fc.formats.checkpoint import (
     config_bytes,
     damaged,
     grouped_by_size,
+    malformed,
     parse_config,
     tensor_header,
 )
@@ -413,12 +414,9 @@ def _open_peft(format: Format, directory: AnyPath, verify: str, config: Config) 
     names = read.headers[WEIGHTS_NAME].tensors
     faults = [name for name in names if not name.startswith(_PREFIX) or _is_of_variant(name)]
     if faults:
-        raise FormatError(
-            f"{count_text(len(faults), 'tensor')} of {WEIGHTS_NAME} are not of LoRA adapters.",
-            where=str(directory / WEIGHTS_NAME),
-            evidence=faults[:8],
-            next_step="Use adapters of peft_type LORA, without magnitudes, embeddings or adapter biases.",
-        )
+        what = f"{count_text(len(faults), 'tensor')} of {WEIGHTS_NAME} are not of LoRA adapters."
+        next_step = "Use adapters of peft_type LORA, without magnitudes, embeddings or adapter biases."
+        raise malformed(directory / WEIGHTS_NAME, what, faults[:8], next_step)
     shards = (
         (msgspec.structs.replace(shard, name=canonical_name(shard.name)), file, begin, width)
         for shard, file, begin, width in read.shards({WEIGHTS_NAME: names})
@@ -567,7 +565,7 @@ def _open_lora(format: Format, directory: AnyPath, verify: str, config: Config) 
     index = directory / LORA_INDEX_NAME
     files = indexed_files(index, checksums)
     if not files:
-        raise FormatError("The index lists no tensors.", where=str(index), next_step="Save the adapters again.")
+        raise malformed(index, "The index lists no tensors.", (), "Save the adapters again.")
     read = read_files(index, files, checksums, verify, [LORA_INDEX_NAME, LORA_CONFIG_NAME])
     adapters, degree = _adapters_of_lora(_read_config(directory, LORA_CONFIG_NAME, checksums), directory)
     shards = read.shards({name: header.tensors for name, header in read.headers.items()})

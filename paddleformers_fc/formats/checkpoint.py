@@ -616,6 +616,11 @@ def damaged(where: AnyPath, what: str, evidence: Iterable[str], next_step: str =
     return Corrupt(what, where=str(where), evidence=fold(evidence), next_step=next_step)
 
 
+def malformed(where: AnyPath, what: str, evidence: Iterable[str], next_step: str) -> FormatError:
+    """Return the error for files that are malformed or not supported; lines of evidence are folded."""
+    return FormatError(what, where=str(where), evidence=fold(evidence), next_step=next_step)
+
+
 def check_stored_once(directory: AnyPath, faults: Sequence[str], next_step: str) -> None:
     """Check that there are no faults of tensors that are incomplete or stored twice.
 

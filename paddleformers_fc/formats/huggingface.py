@@ -36,6 +36,7 @@ from paddleformers_fc.formats.checkpoint import (
     damaged,
     grouped_by_size,
     local_files,
+    malformed,
     model_documents,
     parse_config,
     tensor_header,
@@ -225,12 +226,10 @@ def _of_paddle(directory: AnyPath, headers: Mapping[str, Header]) -> tuple[str, 
 
 def model_orientation(directory: AnyPath, native: Sequence[str], has: str = "has") -> FormatError:
     """Return the error for files whose linear layers have, or may have, the orientation of PaddleFormers."""
-    return FormatError(
-        f"{directory} {has} weights in the orientation of PaddleFormers, which save_to_hf: false writes.",
-        where=str(directory / native[0]),
-        evidence=[f"the metadata of {', '.join(native)} have format np or pd"],
-        next_step="Save the weights with save_to_hf: true, or use a checkpoint that contains optimizer states.",
-    )
+    what = f"{directory} {has} weights in the orientation of PaddleFormers, which save_to_hf: false writes."
+    next_step = "Save the weights with save_to_hf: true, or use a checkpoint that contains optimizer states."
+    evidence = [f"the metadata of {', '.join(native)} have format np or pd"]
+    return malformed(directory / native[0], what, evidence, next_step)
 
 
 def check_orientation(checkpoint: OpenedCheckpoint, linear: Iterable[str]) -> None:
@@ -354,12 +353,9 @@ def _check_all_files(directory: AnyPath, numbered: Sequence[str]) -> None:
     expected = {f"model-{place:05d}-of-{total}" for place in range(1, int(total[:5]) + 1)}
     missing, unexpected = sorted(expected - {*numbered}), sorted({*numbered} - expected)
     if unexpected:
-        raise FormatError(
-            f"The weight files in {directory} are not numbered as one model.",
-            where=str(directory),
-            evidence=[f"model-...-of-{one}" for one in (total, *others)] if others else unexpected,
-            next_step=FETCH_AGAIN,
-        )
+        evidence = [f"model-...-of-{one}" for one in (total, *others)] if others else unexpected
+        what = f"The weight files in {directory} are not numbered as one model."
+        raise malformed(directory, what, evidence, FETCH_AGAIN)
     if missing:
         what = f"{count_text(len(missing), 'weight file')} in {directory} cannot be found."
         next_step = f"Download the missing files, and {INDEX_NAME}, which lists all of them."
@@ -385,18 +381,12 @@ def indexed_files(index: AnyPath, checksums: FileChecksums | None) -> dict[str, 
         weight_map = parse_json(raw)["weight_map"]
         pairs = [(tensor, _text(name)) for tensor, name in weight_map.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(
-            "The index is malformed.", where=str(index), evidence=[repr(error)], next_step=FETCH_AGAIN
-        ) from error
+        raise malformed(index, "The index is malformed.", [repr(error)], FETCH_AGAIN) from error
     files: dict[str, list[str]] = {}
     for tensor, name in pairs:
         if not _is_plain(name):
-            raise FormatError(
-                "The index lists a file outside its directory.",
-                where=str(index),
-                evidence=[repr(name)],
-                next_step="Put the files next to their index, and list them without a path.",
-            )
+            next_step = "Put the files next to their index, and list them without a path."
+            raise malformed(index, "The index lists a file outside its directory.", [repr(name)], next_step)
         files.setdefault(name, []).append(tensor)
     there = map_paths(is_file, (index.parent / name for name in files), index)
     missing = sorted(name for name, found in zip(files, there, strict=True) if not found)

@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 from msgspec import structs
 
-from paddleformers_fc.errors import Diverged, FormatError, MappingError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import Diverged, MappingError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelTensor, OptionalNames, bind, enumerate_tensors, family_for, is_known
 from paddleformers_fc.families.declarations import Stage
 from paddleformers_fc.families.description import IS_NLP, STACK_OF_FFN, ModelDescription
@@ -42,6 +42,7 @@ from paddleformers_fc.formats.checkpoint import (
     StoredShard,
     check_stored_once,
     damaged,
+    malformed,
     parse_config,
 )
 from paddleformers_fc.formats.huggingface import read_description
@@ -354,12 +355,8 @@ def check_no_links(directory: Path, entries: Iterable[Path]) -> None:
     root = os.path.realpath(directory)
     outside = [str(one) for one in entries if os.path.commonpath((root, os.path.realpath(one))) != root]
     if outside:
-        raise FormatError(
-            f"{directory} contains links that lead out of the checkpoint.",
-            where=str(directory),
-            evidence=outside,
-            next_step="Replace the links by copies of their targets.",
-        )
+        what = f"{directory} contains links that lead out of the checkpoint."
+        raise malformed(directory, what, outside, "Replace the links by copies of their targets.")
 
 
 def model_description(directory: AnyPath, config: Mapping[str, Any], names: Iterable[str] = ()) -> ModelDescription:

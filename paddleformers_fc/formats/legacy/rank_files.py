@@ -22,7 +22,7 @@ from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.formats import stock_checkpoint as stock
-from paddleformers_fc.formats.checkpoint import damaged
+from paddleformers_fc.formats.checkpoint import damaged, malformed
 from paddleformers_fc.formats.huggingface import OF_PADDLE, model_orientation
 from paddleformers_fc.formats.stock_run import SCHEDULER, SIGNAL, epoch_of
 from paddleformers_fc.mapping.boxes import Shape
@@ -169,15 +169,10 @@ def divides_experts(tp: int, sharding: int, ep: int) -> bool:
 
 def unsupported_experts(directory: AnyPath, why: str) -> FormatError:
     """Return the error for expert-parallel files that do not show which rank has which states."""
-    return FormatError(
-        f"{directory} was saved by expert-parallel ranks in a layout that is not supported in this format.",
-        where=str(directory),
-        evidence=[
-            why,
-            "supported: experts with their numbers in the model, on ranks of tensor parallelism and sharding only",
-        ],
-        next_step="Load it with the software that saved it, and save a flex checkpoint.",
-    )
+    what = f"{directory} was saved by expert-parallel ranks in a layout that is not supported in this format."
+    supported = "supported: experts with their numbers in the model, on ranks of tensor parallelism and sharding only"
+    next_step = "Load it with the software that saved it, and save a flex checkpoint."
+    return malformed(directory, what, [why, supported], next_step)
 
 
 def check_one_checkpoint(directory: AnyPath, mixed: Sequence[Sequence[str]]) -> None:
@@ -190,12 +185,8 @@ def check_one_checkpoint(directory: AnyPath, mixed: Sequence[Sequence[str]]) -> 
         FormatError: there is such a group.
     """
     if mixed:
-        raise FormatError(
-            f"{directory} contains files of two checkpoints.",
-            where=str(directory),
-            evidence=[", ".join(names) for names in mixed],
-            next_step="Move the files of one of them into another directory.",
-        )
+        next_step = "Move the files of one of them into another directory."
+        raise malformed(directory, f"{directory} contains files of two checkpoints.", map(", ".join, mixed), next_step)
 
 
 def _parsed(name: str) -> tuple[str, dict[str, int]] | None:
