@@ -42,12 +42,11 @@ from paddleformers_fc.formats.checkpoint import (
     OutputFile,
     StoredModel,
     config_bytes,
-    damaged,
     grouped_by_size,
-    malformed,
     parse_config,
     tensor_header,
 )
+from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.formats.huggingface import OF_PADDLE, indexed_files, read_config, read_files, weight_index
 from paddleformers_fc.formats.stock_checkpoint import model_description
 from paddleformers_fc.layout.roles import MODEL_STATE

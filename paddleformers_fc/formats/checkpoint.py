@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -26,7 +26,6 @@ from paddleformers_fc.errors import (
     CheckpointError,
     Corrupt,
     FlexError,
-    FormatError,
     MappingError,
     MismatchError,
     NotACheckpoint,
@@ -36,6 +35,7 @@ from paddleformers_fc.families import ModelDescription, is_known
 from paddleformers_fc.families.description import Adapters
 from paddleformers_fc.families.stated import family_name
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment
+from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet
@@ -56,7 +56,7 @@ from paddleformers_fc.storage.manifest import (
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import FileLayout, layout_file
 from paddleformers_fc.storage.state_json import decode_object
-from paddleformers_fc.text import count_text, fold, natural
+from paddleformers_fc.text import count_text, natural
 
 if TYPE_CHECKING:
     from paddleformers_fc.formats.stock_run import Powers
@@ -142,7 +142,6 @@ RUN_ARGUMENTS = "training_args.json"
 """The training arguments in an export. They depend on the layout of the run, so they have no checksum."""
 MAPPING_NAME = "mapping.json"
 _RESTORE_CONFIG = "Restore the file: save or download it again."
-COPY_AGAIN_STEP = "Use another checkpoint, or copy the files again: all of one save."
 _DESCRIBING = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab"})
 """The suffixes of files that describe a model or its tokenizer."""
 _OF_A_FORMAT = re.compile(
@@ -611,16 +610,6 @@ def not_a_flex_checkpoint(format: Format, directory: AnyPath, next_step: str = "
     )
 
 
-def damaged(where: AnyPath, what: str, evidence: Iterable[str], next_step: str = COPY_AGAIN_STEP) -> Corrupt:
-    """Return the error for files that are missing or contradict each other; lines of evidence are folded."""
-    return Corrupt(what, where=str(where), evidence=fold(evidence), next_step=next_step)
-
-
-def malformed(where: AnyPath, what: str, evidence: Iterable[str], next_step: str) -> FormatError:
-    """Return the error for files that are malformed or not supported; lines of evidence are folded."""
-    return FormatError(what, where=str(where), evidence=fold(evidence), next_step=next_step)
-
-
 def check_stored_once(directory: AnyPath, faults: Sequence[str], next_step: str) -> None:
     """Check that there are no faults of tensors that are incomplete or stored twice.
 
@@ -643,9 +632,7 @@ def parse_config(raw: bytes, path: AnyPath, next_step: str = _RESTORE_CONFIG) ->
         if not isinstance(config, dict):
             raise ValueError(f"it is a {type(config).__name__}, not an object")
     except ValueError as error:
-        raise FormatError(
-            f"{path.name} is not a configuration.", where=str(path), evidence=[str(error)], next_step=next_step
-        ) from error
+        raise malformed(path, f"{path.name} is not a configuration.", [str(error)], next_step) from error
     return config
 
 

@@ -33,14 +33,13 @@ from paddleformers_fc.formats.checkpoint import (
     OutputFile,
     StoredModel,
     StoredShard,
-    damaged,
     grouped_by_size,
     local_files,
-    malformed,
     model_documents,
     parse_config,
     tensor_header,
 )
+from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.formats.quantized import plain_config, scaled_files, scaled_shards
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes

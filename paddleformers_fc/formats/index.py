@@ -21,7 +21,8 @@ import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.formats.catalog import Array, ShardTable, StoredTensor
-from paddleformers_fc.formats.checkpoint import StoredShard, damaged
+from paddleformers_fc.formats.checkpoint import StoredShard
+from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, have_own_hashes, shifted
 from paddleformers_fc.storage.checksum import (
@@ -282,7 +283,7 @@ def _within(numbers: Array, count: int) -> bool:
 
 
 def _reject(where: AnyPath, fault: str) -> NoReturn:
-    raise FormatError(f"{where} is not a valid index: {fault}.", where=str(where), next_step=RESTORE)
+    raise malformed(where, f"{where} is not a valid index: {fault}.", (), RESTORE)
 
 
 class IndexedFiles(Mapping[AnyPath, Identity]):

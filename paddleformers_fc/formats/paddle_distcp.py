@@ -35,10 +35,10 @@ from paddleformers_fc.formats.checkpoint import (
     OutputFile,
     StoredShard,
     compare_run,
-    damaged,
     grouped_by_size,
     local_files,
 )
+from paddleformers_fc.formats.faults import damaged
 from paddleformers_fc.formats.stock_run import SCALER, SCHEDULER, malformed_file
 from paddleformers_fc.layout.roles import (
     EMA_STATE,

@@ -32,7 +32,6 @@ from paddleformers_fc.formats import stock_run
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredFragment, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
-    COPY_AGAIN_STEP,
     REFUSE,
     CheckList,
     FileFacts,
@@ -41,10 +40,9 @@ from paddleformers_fc.formats.checkpoint import (
     StoredModel,
     StoredShard,
     check_stored_once,
-    damaged,
-    malformed,
     parse_config,
 )
+from paddleformers_fc.formats.faults import COPY_AGAIN_STEP, damaged, malformed
 from paddleformers_fc.formats.huggingface import read_description
 from paddleformers_fc.formats.stock_run import malformed_file
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, ROLES

@@ -27,7 +27,7 @@ import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError
 from paddleformers_fc.formats.catalog import Catalog
-from paddleformers_fc.formats.checkpoint import COPY_AGAIN_STEP, damaged
+from paddleformers_fc.formats.faults import COPY_AGAIN_STEP, damaged, malformed
 from paddleformers_fc.layout.roles import EMA_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
@@ -464,6 +464,4 @@ def different_steps(directory: Path, evidence: Iterable[str]) -> Corrupt:
 
 def malformed_file(path: Path, fault: str) -> FormatError:
     """Return the error for a malformed file of a checkpoint."""
-    return FormatError(
-        f"{path} is not a valid file of a Paddle checkpoint: {fault}.", where=str(path), next_step=COPY_AGAIN_STEP
-    )
+    return malformed(path, f"{path} is not a valid file of a Paddle checkpoint: {fault}.", (), COPY_AGAIN_STEP)
