@@ -22,15 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import structs
 
-from paddleformers_fc.errors import (
-    CheckpointError,
-    Corrupt,
-    FlexError,
-    MappingError,
-    MismatchError,
-    NotACheckpoint,
-    OptionError,
-)
+from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelDescription, is_known
 from paddleformers_fc.families.description import Adapters
 from paddleformers_fc.families.stated import family_name
@@ -595,9 +587,9 @@ def require_average(checkpoint: OpenedCheckpoint) -> None:
         )
 
 
-def not_recorded(root: AnyPath, name: str) -> Corrupt:
+def not_recorded(root: AnyPath, name: str) -> CheckpointError:
     """Return the error for a metadata file that a checkpoint does not list."""
-    return Corrupt(f"{root} does not list the file {name}.", where=str(root), next_step="Use another checkpoint.")
+    return damaged(root, f"{root} does not list the file {name}.", (), "Use another checkpoint.")
 
 
 def not_a_flex_checkpoint(format: Format, directory: AnyPath, next_step: str = "") -> NotACheckpoint:
