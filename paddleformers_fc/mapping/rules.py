@@ -110,6 +110,12 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
             shapes.append(tuple(shape))
         return shapes
 
+    def target_shapes(self, source: Shape) -> list[Shape]:
+        """Return the shape of every target, from the shape of the first source. This rule must have no slab."""
+        others = [1 if axis == NEW_AXIS else source[axis] for axis in self.axes]
+        before, after = tuple(others[: self.axis]), tuple(others[self.axis + 1 :])
+        return [(*before, length, *after) for length in map(sum, self._sides[1][1])]
+
     def faults(self, target_shapes: list[Shape]) -> Iterator[str]:
         """Yield the reasons why this rule is invalid for targets of these shapes."""
         ill_formed = self._ill_formed()
