@@ -24,7 +24,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSpec, coalesced
 from paddleformers_fc.mapping.prove import disagreements, faults_of
-from paddleformers_fc.mapping.rules import Rule, RuleSet, parts_by_tensor
+from paddleformers_fc.mapping.rules import Rule, RuleSet
 from paddleformers_fc.text import fold
 
 _SHOWN = 20
@@ -226,10 +226,8 @@ def _means(attributes: str, rule: Rule, cuts: tuple[Cuts, Cuts]) -> bool:
 
 def _alone(rule: Rule) -> TensorMapping:
     """Return the mapping of a single rule, for tensors of length 2 on all axes other than the rule's."""
-    axes = range(len(rule.axes))
-    lengths = zip(rule.targets, parts_by_tensor(len(rule.targets), rule.parts), strict=True)
-    specs = {name: tuple(sum(own) if at == rule.axis else 2 for at in axes) for name, own in lengths}
-    return RuleSet({name: TensorSpec(shape, "float32") for name, shape in specs.items()}, (rule,)).mapping()
+    shapes = zip(rule.targets, rule.target_shapes((2,) * len(rule.axes)), strict=True)
+    return RuleSet({name: TensorSpec(shape, "float32") for name, shape in shapes}, (rule,)).mapping()
 
 
 def _statement(rule: Rule, attributes: str) -> list[_Text]:

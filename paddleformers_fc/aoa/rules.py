@@ -22,7 +22,7 @@ from paddleformers_fc.aoa.faults import Fault
 from paddleformers_fc.aoa.syntax import FFN, QKV, QKV_PER_RANK, Fused, Join, Move
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, Composer, TensorSources, TensorSpec
-from paddleformers_fc.mapping.rules import Rule, parts_by_tensor
+from paddleformers_fc.mapping.rules import Rule, moving
 from paddleformers_fc.mapping.templates import BoxLink, Template, identity, inverted
 
 _NOTHING = TensorSources(Template(()), ())
@@ -99,14 +99,7 @@ class Composition:
             rule: a rule that is valid for the shapes of the values.
             values: one per source.
         """
-        source = values[0].shape
-        shapes = [
-            tuple(
-                length if at == rule.axis else 1 if axis == NEW_AXIS else source[axis]
-                for at, axis in enumerate(rule.axes)
-            )
-            for length in map(sum, parts_by_tensor(len(rule.targets), rule.parts))
-        ]
+        shapes = rule.target_shapes(values[0].shape)
         key = (rule, *shapes)
         if key not in self._of_rules:
             self._of_rules[key] = rule.templates(shapes)
@@ -191,7 +184,7 @@ def permuting(shape: Shape, axes: Shape) -> Rule | None:
     if len(axes) != len(shape):
         cause = f"permute={list(axes)} has {len(axes)} axes, the tensor has shape {list(shape)}."
         raise Fault(cause, f"an order of {list(range(len(shape)))}")
-    return Rule(("",), ("",), (shape[axes[-1]],), len(axes) - 1, axes) if axes else None
+    return moving("", "", tuple(shape[axis] for axis in axes), axes) if axes else None
 
 
 def joining(shapes: Sequence[Shape], into: int, join: Join) -> Rule:

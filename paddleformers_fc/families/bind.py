@@ -12,15 +12,14 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from msgspec.structs import replace
 
-from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.declarations import Family, Geometry, Stack, Statement
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.names import Kind, Names, tied_names
 from paddleformers_fc.families.sizes import Sizes, conditions_text
 from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
 from paddleformers_fc.mapping.correspondences import NEW_AXIS
-from paddleformers_fc.mapping.rules import Parts, Slab
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.mapping.prove import invalid_mapping
+from paddleformers_fc.mapping.rules import Parts, Slab, moving
 
 MAX_EXPERTS = 1 << 16
 """Maximum number of experts in one tensor; each gives a rule."""
@@ -74,12 +73,8 @@ def bind(family: Family, model: ModelDescription, tensors: Iterable[ModelTensor]
             if not statement.sources:
                 fresh.append(tensor.name)
     if faults:
-        raise MappingError(
-            f"The model cannot be mapped: {count_text(len(faults), 'fault')}.",
-            where=f"family {family.name}",
-            evidence=fold(faults),
-            next_step="Compare the model's configuration with its tensors, or declare the tensors in the family.",
-        )
+        next_step = "Compare the model's configuration with its tensors, or declare the tensors in the family."
+        raise invalid_mapping("The model cannot be mapped", faults, next_step, f"family {family.name}")
     return RuleSet(
         targets=targets,
         rules=tuple(rules),
@@ -281,7 +276,7 @@ def _stored_stack_rules(statement: Statement, source: str, tensor: ModelTensor) 
     axes = tuple(range(rank))
     transposed = statement.geometry is Geometry.LINEAR
     order = (*axes[:-2], axes[-1], axes[-2]) if transposed else axes
-    return [Rule((source,), (tensor.name,), (tensor.shape[-1],), rank - 1, order)]
+    return [moving(source, tensor.name, tensor.shape, order)]
 
 
 def _with_owners(tensors: list[ModelTensor], ties: Mapping[str, str]) -> list[ModelTensor]:

@@ -211,6 +211,7 @@ SIZES: Mapping[str, Size] = {
     "shared_ffn": lambda expert_ffn, n_shared_experts: expert_ffn * n_shared_experts,
     "experts": OneOf(("num_experts", "num_local_experts", "n_routed_experts")),
     "mtp_layers": lambda num_nextn_predict_layers: num_nextn_predict_layers or 0,
+    "empty": lambda num_empty_layers_add_in_head: num_empty_layers_add_in_head or 0,
     "latent_query": lambda heads, qk_nope_head_dim, qk_rope_head_dim: heads * (qk_nope_head_dim + qk_rope_head_dim),
     "latent_kv": lambda heads, qk_nope_head_dim, v_head_dim: heads * (qk_nope_head_dim + v_head_dim),
     "latent_value": lambda heads, v_head_dim: heads * v_head_dim,

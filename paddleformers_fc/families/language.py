@@ -13,7 +13,11 @@ row        a linear layer whose inputs are cut; its bias is replicated
 qkv        query, key and value in one layer: for every kv head its queries, its key and its value
 gate_up    gate and up in one layer, side by side for every tensor-parallel rank
 gated      gate and up in one layer, and the following down projection
+attention  query, key, value and output in separate layers
+mlp        gate, up and down in separate layers
+fused_if   a fused layer whose parts are separate layers unless the configuration fuses them
 experts    routed experts, one by one or all of a layer in one tensor
+decoder    a text model: embedding, layers, last norm and head
 ends       embedding, last norm and head
 ========== ============================================================================================
 
@@ -93,6 +97,7 @@ _VISION_SIZES: Mapping[str, Size] = {
     "layers": "depth",
     "heads": "num_heads",
     "merged": lambda hidden, spatial_merge_size: hidden * spatial_merge_size * spatial_merge_size,
+    "positions": lambda image_size, patch_size: (image_size // patch_size) * (image_size // patch_size),
 }
 """Sizes of vision towers; ``merged`` is the length of the patches that one token of the text replaces."""
 
@@ -179,7 +184,6 @@ def linear(
     file: str = "",
     fleet: str = "",
     bias: Condition = False,
-    dtype: str = "",
 ) -> Statements:
     """Declare linear layers that are replicated on every rank.
 
@@ -190,11 +194,10 @@ def linear(
         file: the canonical name of a single layer, if it differs.
         fleet: the name of a single layer in PaddleFleet's class, if it differs.
         bias: the condition of the bias.
-        dtype: the dtype, if it differs from the model's.
     """
     weights, biases = ([_part(name, leaf) for name in (file, fleet, *names)] for leaf in ("weight", "bias"))
     return (
-        *transposed(*weights[2:], file=weights[0], fleet=weights[1], shape=(inputs, outputs), dtype=dtype),
+        *transposed(*weights[2:], file=weights[0], fleet=weights[1], shape=(inputs, outputs)),
         *when(bias, same(*biases[2:], file=biases[0], fleet=biases[1], shape=(outputs,))),
     )
 
@@ -273,6 +276,45 @@ def _joined(
     )
 
 
+def attention(query: str, key: str, value: str, output: str, bias: Condition = False) -> Statements:
+    """Declare separate query, key and value layers, whose outputs are cut, and the output layer."""
+    return (
+        *column(query, outputs="q", bias=bias),
+        *column(key, value, outputs="kv", bias=bias),
+        *row(output, inputs="q", bias=bias),
+    )
+
+
+def mlp(gate: str, up: str, down: str, size: Size = "ffn", bias: Condition = False) -> Statements:
+    """Declare a gated feed-forward with separate layers, of which ``size`` is the number of inputs of the last."""
+    return (*column(gate, up, outputs=size, bias=bias), *row(down, inputs=size, bias=bias))
+
+
+def fused_if(condition: Condition, fused: Statements) -> Statements:
+    """Declare a fused layer of models that meet a condition, and its parts as in files for other models.
+
+    Args:
+        condition: the condition of the fusion.
+        fused: the result of :func:`qkv` or :func:`gate_up`, from one layer in files per part.
+    """
+    return (*unless(condition, separate(fused)), *when(condition, fused))
+
+
+def separate(fused: Statements) -> Statements:
+    """Declare the parts of fused layers as separate layers with the names in files. Other layers are kept."""
+    found: list[Statement] = []
+    for one in fused:
+        outputs = one.shape[-1]
+        if len(one.sources) == 1 or not isinstance(outputs, tuple):
+            found.append(one)
+            continue
+        geometry = Geometry.LINEAR if len(one.shape) == 2 else Geometry.SAME
+        for source, size in zip(one.sources, outputs, strict=True):
+            part = Statement(source, (source,), geometry, shape=(*one.shape[:-1], size), cut=one.cut, where=one.where)
+            found.append(part)
+    return tuple(found)
+
+
 def stored_in_one(*names: str, file: str, shape: Shape) -> Statements:
     """Declare tensors of one scope that files store concatenated in one tensor."""
     siblings = tuple(name.rpartition(".")[2] for name in names)
@@ -349,6 +391,11 @@ def ends(
         *of_class(FLEET, same(f"{scope}.{last}", file=sources[2], shape=shape, cut=0)),
         *tied(sources[2], sources[0]),
     )
+
+
+def decoder(embedding: str, scope: str, norm: str, head: str, *groups: Group) -> Parts:
+    """Declare a text model: the ends of :func:`ends`, and its layers in a scope with ``{layer}``."""
+    return (*ends(embedding, norm, head), *layer(scope, *groups))
 
 
 def transposed_head(bias: Condition = False) -> Statements:
@@ -507,7 +554,9 @@ def at(stage: Stage, *groups: Group) -> Statements:
 
 def tower(
     name: str,
+    scope: str,
     *groups: Group,
+    file: str | None = None,
     number: str = "block",
     sizes: Mapping[str, Size] = _NO_SIZES,
     defaults: Mapping[str, Any] = _NONE,
@@ -519,18 +568,28 @@ def tower(
 
     Args:
         name: its name; other sizes of the family refer to its sizes as ``vision.hidden``.
-        groups: its tensors.
+        scope: the prefix of its tensors in the model.
+        groups: its tensors, with names relative to the scope.
+        file: the prefix of canonical names, if it differs.
         number: the placeholder of its layers.
         sizes: sizes that differ from :data:`SIZES`; ``layers`` is the number of layers.
         defaults: the class's values for keys that the nested configuration lacks.
     """
-    placed = tuple(structs.replace(one, tower=name, stage=one.stage or FIRST) for one in _all(groups))
+    own = layer(scope, *groups, file=file)
+    placed = tuple(structs.replace(one, tower=name, stage=one.stage or FIRST) for one in own)
     return Tower(name, f"{name}_config", placed, Numbers(number, f"{name}.layers"), sizes, defaults)
 
 
-def vision(*groups: Group, sizes: Mapping[str, Size] = _NO_SIZES, defaults: Mapping[str, Any] = _NONE) -> Tower:
+def vision(
+    scope: str,
+    *groups: Group,
+    file: str | None = None,
+    sizes: Mapping[str, Size] = _NO_SIZES,
+    defaults: Mapping[str, Any] = _NONE,
+) -> Tower:
     """Declare a vision tower with the usual keys. The arguments are those of :func:`tower`."""
-    return tower("vision", *groups, sizes={**_VISION_SIZES, **sizes}, defaults={**_VISION_DEFAULTS, **defaults})
+    sizes, defaults = {**_VISION_SIZES, **sizes}, {**_VISION_DEFAULTS, **defaults}
+    return tower("vision", scope, *groups, file=file, sizes=sizes, defaults=defaults)
 
 
 def family(
@@ -676,7 +735,6 @@ def _paddlenlp(scope: str, parts: Group) -> Statements:
 
 def _fleet_numbers(classes: tuple[ModelClass, ...], sizes: dict[str, Size]) -> tuple[Numbers, ...]:
     """Return the numbers of layers and prediction layers. PaddleFormers' class has no prediction or empty layers."""
-    sizes["empty"] = lambda num_empty_layers_add_in_head: num_empty_layers_add_in_head or 0
     if FORMERS in classes:
         sizes["fleet_mtp_layers"] = sizes.get("mtp_layers", SIZES["mtp_layers"])
         sizes["mtp_layers"] = lambda fleet_mtp_layers, is_fleet: fleet_mtp_layers * is_fleet

@@ -30,7 +30,7 @@ from paddleformers_fc.families.declarations import FLEET, FORMERS, NUMBER, PLACE
 from paddleformers_fc.families.description import IS_FLEET, IS_NLP, ModelDescription
 from paddleformers_fc.families.enumerate import enumerate_tensors
 from paddleformers_fc.families.names import family_keys, family_sizes, tied_sources
-from paddleformers_fc.mapping import prove
+from paddleformers_fc.mapping.prove import invalid_mapping, prove
 from paddleformers_fc.text import count_text, fold
 
 Group = tuple[int, ...]
@@ -239,11 +239,8 @@ def require_header(family: Family, model: ModelDescription, header: Mapping[str,
         if name in header and list(header[name]) != shape
     ]
     if faults:
-        raise MappingError(
-            f"Family {family.name} does not declare these open weights: {count_text(len(faults), 'fault')}.",
-            evidence=fold(faults),
-            next_step="Correct the declaration, or the configuration of the open weights.",
-        )
+        next_step = "Correct the declaration, or the configuration of the open weights."
+        raise invalid_mapping(f"Family {family.name} does not declare these open weights", faults, next_step)
 
 
 def tiny_models(family: Family) -> list[ModelDescription]:

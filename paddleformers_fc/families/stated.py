@@ -21,11 +21,12 @@ from paddleformers_fc.families.bind import ModelTensor, bind
 from paddleformers_fc.families.description import Adapters, ModelDescription
 from paddleformers_fc.families.names import tied_names, tied_sources
 from paddleformers_fc.families.registry import family_for, is_known
-from paddleformers_fc.mapping import Rule, RuleSet, Shape, TensorSpec, Tie
-from paddleformers_fc.mapping.rules import decode_rules, encode_rules
+from paddleformers_fc.mapping import RuleSet, Shape, TensorSpec, Tie
+from paddleformers_fc.mapping.prove import invalid_mapping
+from paddleformers_fc.mapping.rules import decode_rules, encode_rules, moving
 from paddleformers_fc.storage.json_io import ignored_extensions
 from paddleformers_fc.storage.manifest import RESTORE
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.text import fold
 
 
 def bind_model(model: ModelDescription, tensors: Sequence[ModelTensor]) -> RuleSet:
@@ -72,7 +73,7 @@ def rules_by_name(tensors: Iterable[ModelTensor], ties: Iterable[Tie] = ()) -> R
     owners = [one for name, one in by_name.items() if name not in aliases]
     return RuleSet(
         targets={name: TensorSpec(one.shape, one.dtype) for name, one in by_name.items()},
-        rules=tuple(_same(one) for one in owners if one.shape),
+        rules=tuple(moving(one.name, one.name, one.shape) for one in owners if one.shape),
         ties=known,
         # Rules need an axis, so tensors without one are loaded by name.
         fresh=tuple(one.name for one in owners if not one.shape),
@@ -127,12 +128,8 @@ def _restricted(rules: RuleSet, tensors: Sequence[ModelTensor]) -> RuleSet:
                 targets[other] = TensorSpec(rules.targets[other].shape, one.dtype)
         targets[one.name] = TensorSpec(one.shape, one.dtype)
     if faults:
-        raise MappingError(
-            f"The model cannot be mapped: {count_text(len(faults), 'fault')}.",
-            where="mapping",
-            evidence=fold(faults),
-            next_step="Give a rule for every tensor of the model, with its global shape.",
-        )
+        next_step = "Give a rule for every tensor of the model, with its global shape."
+        raise invalid_mapping("The model cannot be mapped", faults, next_step, "mapping")
     return structs.replace(
         rules,
         targets=targets,
@@ -140,11 +137,6 @@ def _restricted(rules: RuleSet, tensors: Sequence[ModelTensor]) -> RuleSet:
         ties=tuple(tie for tie in rules.ties if tie.alias in targets),
         fresh=tuple(name for name in rules.fresh if name in targets),
     )
-
-
-def _same(tensor: ModelTensor) -> Rule:
-    rank = len(tensor.shape)
-    return Rule((tensor.name,), (tensor.name,), (tensor.shape[-1],), rank - 1, tuple(range(rank)))
 
 
 def _cuts(rules: RuleSet, name: str, shape: Shape) -> Shape:

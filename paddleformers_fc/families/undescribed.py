@@ -18,7 +18,7 @@ from paddleformers_fc.families.declarations import Family
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription
 from paddleformers_fc.families.names import Names, family_keys
 from paddleformers_fc.mapping import RuleSet
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.mapping.prove import invalid_mapping
 
 EMPTY_LAYERS = "num_empty_layers_add_in_head"
 _OPEN: Mapping[str, Sequence[object]] = {
@@ -107,12 +107,9 @@ def _check_no_contradictions(family: Family, model: ModelDescription, tensors: S
         if kinds and not any(is_open):
             faults.append(f"{tensor.name}: a model of this class and configuration has no such tensor")
     if faults:
-        raise MappingError(
-            f"Tensors contradict the description of the model: {count_text(len(faults), 'fault')}.",
-            where=f"family {family.name}",
-            evidence=fold(faults),
-            next_step="Compare the class and the configuration of the model with its tensors.",
-        )
+        next_step = "Compare the class and the configuration of the model with its tensors."
+        what = "Tensors contradict the description of the model"
+        raise invalid_mapping(what, faults, next_step, f"family {family.name}")
 
 
 def _added_keys(candidate: ModelDescription, model: ModelDescription) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from paddleformers_fc.errors import Corrupt, FormatError, MappingError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import FormatError, MappingError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelTensor, bind, family_for
 from paddleformers_fc.families.description import A, Adapters, B, Base, ModelDescription, is_adapter, shared_inputs
 from paddleformers_fc.families.enumerate import enumerate_tensors, recognised_tensors
@@ -46,16 +46,18 @@ from paddleformers_fc.formats.checkpoint import (
     parse_config,
     tensor_header,
 )
+from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.formats.huggingface import OF_PADDLE, indexed_files, read_config, read_files, weight_index
 from paddleformers_fc.formats.stock_checkpoint import model_description
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import Rule, RuleSet, TensorSpec, Tie
+from paddleformers_fc.mapping.rules import moving
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, FileChecksums, read_checksums, read_exported
 from paddleformers_fc.storage.files import exists
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.text import count_text
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
@@ -214,8 +216,7 @@ def _peft_rules(checkpoint: OpenedCheckpoint) -> RuleSet:
     for name, spec in sources.items():
         owner, *copies = (_peft_name(copy, adapted) for copy in shared.get(name, (name,)))
         targets |= dict.fromkeys((owner, *copies), spec)
-        rank = len(spec.shape)
-        rules.append(Rule((name,), (owner,), (spec.shape[-1],), rank - 1, tuple(range(rank))))
+        rules.append(moving(name, owner, spec.shape))
         ties.extend(Tie(owner, copy) for copy in copies)
     return RuleSet(targets, tuple(rules), tuple(ties))
 
@@ -412,25 +413,19 @@ def _open_peft(format: Format, directory: AnyPath, verify: str, config: Config) 
     names = read.headers[WEIGHTS_NAME].tensors
     faults = [name for name in names if not name.startswith(_PREFIX) or _is_of_variant(name)]
     if faults:
-        raise FormatError(
-            f"{count_text(len(faults), 'tensor')} of {WEIGHTS_NAME} are not of LoRA adapters.",
-            where=str(directory / WEIGHTS_NAME),
-            evidence=faults[:8],
-            next_step="Use adapters of peft_type LORA, without magnitudes, embeddings or adapter biases.",
-        )
+        what = f"{count_text(len(faults), 'tensor')} of {WEIGHTS_NAME} are not of LoRA adapters."
+        next_step = "Use adapters of peft_type LORA, without magnitudes, embeddings or adapter biases."
+        raise malformed(directory / WEIGHTS_NAME, what, faults[:8], next_step)
     shards = (
         (msgspec.structs.replace(shard, name=canonical_name(shard.name)), file, begin, width)
         for shard, file, begin, width in read.shards({WEIGHTS_NAME: names})
     )
-    opened = read.opened(format, shards, read_config(directory), FileFacts(checksums, adapters=adapters))
+    opened = read.opened(format, shards, read_config(directory, checksums), FileFacts(checksums, adapters=adapters))
     faults = [*opened.catalog.faults(), *_unpaired(opened.catalog.roles[MODEL_STATE])]
     if faults or not names:
-        raise Corrupt(
-            f"{WEIGHTS_NAME} does not contain complete adapters.",
-            where=str(directory / WEIGHTS_NAME),
-            evidence=fold(faults) or ["it contains no tensor"],
-            next_step="Save the adapters again with PEFT.",
-        )
+        what = f"{WEIGHTS_NAME} does not contain complete adapters."
+        evidence = faults or ["it contains no tensor"]
+        raise damaged(directory / WEIGHTS_NAME, what, evidence, "Save the adapters again with PEFT.")
     return opened
 
 
@@ -569,11 +564,12 @@ def _open_lora(format: Format, directory: AnyPath, verify: str, config: Config) 
     index = directory / LORA_INDEX_NAME
     files = indexed_files(index, checksums)
     if not files:
-        raise FormatError("The index lists no tensors.", where=str(index), next_step="Save the adapters again.")
+        raise malformed(index, "The index lists no tensors.", (), "Save the adapters again.")
     read = read_files(index, files, checksums, verify, [LORA_INDEX_NAME, LORA_CONFIG_NAME])
     adapters, degree = _adapters_of_lora(_read_config(directory, LORA_CONFIG_NAME, checksums), directory)
     shards = read.shards({name: header.tensors for name, header in read.headers.items()})
-    return read.opened(format, shards, read_config(directory), FileFacts(checksums, adapters=adapters, degree=degree))
+    facts = FileFacts(checksums, adapters=adapters, degree=degree)
+    return read.opened(format, shards, read_config(directory, checksums), facts)
 
 
 def _describe_lora(checkpoint: OpenedCheckpoint) -> StoredModel:
@@ -585,12 +581,8 @@ def _describe_lora(checkpoint: OpenedCheckpoint) -> StoredModel:
     model, rules = _bound(model, specs, facts.degree)
     faults = [*_unpaired(specs), *_shape_faults(model, specs)]
     if faults:
-        raise Corrupt(
-            f"{catalog.root} does not contain complete adapters for {LORA_CONFIG_NAME} and {CONFIG_NAME}.",
-            where=str(catalog.root),
-            evidence=fold(faults),
-            next_step="Save the adapters again.",
-        )
+        what = f"{catalog.root} does not contain complete adapters for {LORA_CONFIG_NAME} and {CONFIG_NAME}."
+        raise damaged(catalog.root, what, faults, "Save the adapters again.")
     return StoredModel(rules, model)
 
 

@@ -22,20 +22,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import structs
 
-from paddleformers_fc.errors import (
-    CheckpointError,
-    Corrupt,
-    FlexError,
-    FormatError,
-    MappingError,
-    MismatchError,
-    NotACheckpoint,
-    OptionError,
-)
+from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelDescription, is_known
 from paddleformers_fc.families.description import Adapters
 from paddleformers_fc.families.stated import family_name
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment
+from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet
@@ -43,7 +35,7 @@ from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.storage.checksum import INDEX_NAME, FileChecksum
 from paddleformers_fc.storage.dtypes import ScaledFile, to_safetensors
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, FileChecksums, encode_checksums, read_exported
-from paddleformers_fc.storage.files import is_file, list_directory
+from paddleformers_fc.storage.files import is_directory, is_file, list_directory
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json, read_recorded
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
@@ -56,7 +48,7 @@ from paddleformers_fc.storage.manifest import (
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import FileLayout, layout_file
 from paddleformers_fc.storage.state_json import decode_object
-from paddleformers_fc.text import count_text, fold, natural
+from paddleformers_fc.text import count_text, natural
 
 if TYPE_CHECKING:
     from paddleformers_fc.formats.stock_run import Powers
@@ -531,6 +523,13 @@ def with_tied(checkpoint: OpenedCheckpoint, tied: str) -> OpenedCheckpoint:
     return structs.replace(checkpoint, tied=tied, catalog=catalog)
 
 
+def local_files(directory: AnyPath) -> frozenset[str]:
+    """Return the names in a local directory; empty for a URL, or if there is no directory."""
+    if not isinstance(directory, Path) or not is_directory(directory):
+        return frozenset()
+    return frozenset(path.name for path in list_directory(directory))
+
+
 def model_documents(directory: AnyPath) -> list[str]:
     """Return the names of the files in a directory that describe its model and its tokenizer."""
     names = sorted(path.name for path in list_directory(directory) if is_file(path))
@@ -588,9 +587,9 @@ def require_average(checkpoint: OpenedCheckpoint) -> None:
         )
 
 
-def not_recorded(root: AnyPath, name: str) -> Corrupt:
+def not_recorded(root: AnyPath, name: str) -> CheckpointError:
     """Return the error for a metadata file that a checkpoint does not list."""
-    return Corrupt(f"{root} does not list the file {name}.", where=str(root), next_step="Use another checkpoint.")
+    return damaged(root, f"{root} does not list the file {name}.", (), "Use another checkpoint.")
 
 
 def not_a_flex_checkpoint(format: Format, directory: AnyPath, next_step: str = "") -> NotACheckpoint:
@@ -610,12 +609,8 @@ def check_stored_once(directory: AnyPath, faults: Sequence[str], next_step: str)
         Corrupt: there are faults; the error lists all of them.
     """
     if faults:
-        raise Corrupt(
-            f"The checkpoint does not contain all tensors exactly once: {count_text(len(faults), 'fault')}.",
-            where=str(directory),
-            evidence=fold(faults),
-            next_step=next_step,
-        )
+        what = f"The checkpoint does not contain all tensors exactly once: {count_text(len(faults), 'fault')}."
+        raise damaged(directory, what, faults, next_step)
 
 
 def parse_config(raw: bytes, path: AnyPath, next_step: str = _RESTORE_CONFIG) -> dict[str, Any]:
@@ -629,9 +624,7 @@ def parse_config(raw: bytes, path: AnyPath, next_step: str = _RESTORE_CONFIG) ->
         if not isinstance(config, dict):
             raise ValueError(f"it is a {type(config).__name__}, not an object")
     except ValueError as error:
-        raise FormatError(
-            f"{path.name} is not a configuration.", where=str(path), evidence=[str(error)], next_step=next_step
-        ) from error
+        raise malformed(path, f"{path.name} is not a configuration.", [str(error)], next_step) from error
     return config
 
 
@@ -691,12 +684,8 @@ def check_no_contradictions(checkpoint: OpenedCheckpoint, documents: Mapping[str
         if found != recorded
     ]
     if faults:
-        raise Corrupt(
-            f"Files of {root} contradict each other.",
-            where=str(root),
-            evidence=fold(faults),
-            next_step="Use another checkpoint; one of these files was changed, or is from another checkpoint.",
-        )
+        next_step = "Use another checkpoint; one of these files was changed, or is from another checkpoint."
+        raise damaged(root, f"Files of {root} contradict each other.", faults, next_step)
 
 
 def _family(checkpoint: OpenedCheckpoint) -> Iterator[tuple[str, Any, Any]]:

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
-from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.formats.built_model import built_model
 from paddleformers_fc.formats.catalog import Catalog, gather_shards
 from paddleformers_fc.formats.checkpoint import (
@@ -34,10 +34,12 @@ from paddleformers_fc.formats.checkpoint import (
     StoredModel,
     StoredShard,
     grouped_by_size,
+    local_files,
     model_documents,
     parse_config,
     tensor_header,
 )
+from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.formats.quantized import plain_config, scaled_files, scaled_shards
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
@@ -57,7 +59,7 @@ from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json
 from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import Header, read_header
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.text import count_text
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -122,7 +124,7 @@ def open_huggingface(directory: AnyPath, verify: str = "size", as_stored: bool =
     documents += [CONFIG_NAME] if CONFIG_NAME in (checksums or {}) else []
     read = read_files(directory / INDEX_NAME, files, checksums, verify, documents)
     native = _of_paddle(directory, read.headers)
-    config = _read_config(directory, checksums)
+    config = read_config(directory, checksums)
     names = _with_unnamed(files, read.headers, directory)
     plain, scaled = (names, {}) if as_stored else scaled_files(directory, config, names, read.headers)
     produced = {directory / path: file for path, (_, file) in scaled.items()}
@@ -134,8 +136,7 @@ def open_huggingface(directory: AnyPath, verify: str = "size", as_stored: bool =
         FileFacts(checksums, native, used != config),
     )
     if not opened.catalog.count:
-        where = str(directory)
-        raise Corrupt("The directory contains no tensor.", where=where, evidence=sorted(files), next_step=FETCH_AGAIN)
+        raise damaged(directory, "The directory contains no tensor.", sorted(files), FETCH_AGAIN)
     return opened
 
 
@@ -173,8 +174,7 @@ class WeightFiles:
         """
         tensors, faults = gather_shards(shards)
         if faults:
-            where = str(self.directory)
-            raise Corrupt("Files contradict each other.", where=where, evidence=faults, next_step=FETCH_AGAIN)
+            raise damaged(self.directory, "Files contradict each other.", faults, FETCH_AGAIN)
         checksums = self.checksums or {}
         recorded = {name: checksums[name] for name in self.headers if name in checksums}
         catalog = Catalog(self.directory, {MODEL_STATE: tensors}, self.identities)
@@ -225,12 +225,10 @@ def _of_paddle(directory: AnyPath, headers: Mapping[str, Header]) -> tuple[str, 
 
 def model_orientation(directory: AnyPath, native: Sequence[str], has: str = "has") -> FormatError:
     """Return the error for files whose linear layers have, or may have, the orientation of PaddleFormers."""
-    return FormatError(
-        f"{directory} {has} weights in the orientation of PaddleFormers, which save_to_hf: false writes.",
-        where=str(directory / native[0]),
-        evidence=[f"the metadata of {', '.join(native)} have format np or pd"],
-        next_step="Save the weights with save_to_hf: true, or use a checkpoint that contains optimizer states.",
-    )
+    what = f"{directory} {has} weights in the orientation of PaddleFormers, which save_to_hf: false writes."
+    next_step = "Save the weights with save_to_hf: true, or use a checkpoint that contains optimizer states."
+    evidence = [f"the metadata of {', '.join(native)} have format np or pd"]
+    return malformed(directory / native[0], what, evidence, next_step)
 
 
 def check_orientation(checkpoint: OpenedCheckpoint, linear: Iterable[str]) -> None:
@@ -260,35 +258,34 @@ def linear_weights(rules: RuleSet) -> Iterator[str]:
             yield from rule.sources
 
 
-def read_description(directory: AnyPath, name: str) -> bytes | None:
+def read_description(directory: AnyPath, name: str, checksums: FileChecksums | None = None) -> bytes | None:
     """Read a metadata file of open weights, such as ``config.json``; None if it does not exist.
 
+    Args:
+        directory: the directory of the file.
+        name: the name of the file.
+        checksums: the recorded checksums, if they were already read.
     Raises:
         Corrupt: the file does not match its recorded checksum.
         FormatError: it is too long, or not a regular file.
         StorageError: it cannot be read.
     """
-    return _read_document(directory, name, read_checksums(directory))
-
-
-def _read_document(directory: AnyPath, name: str, checksums: FileChecksums | None) -> bytes | None:
     if not exists(directory / name):
         return None
-    return read_exported(directory, checksums, name, MAX_DOCUMENT_BYTES)
+    return read_exported(directory, checksums or read_checksums(directory), name, MAX_DOCUMENT_BYTES)
 
 
-def read_config(directory: AnyPath) -> dict[str, Any]:
+def read_config(directory: AnyPath, checksums: FileChecksums | None = None) -> dict[str, Any]:
     """Read ``config.json`` and compare it with its recorded checksum, if any; empty if the file does not exist.
 
+    Args:
+        directory: the directory of the file.
+        checksums: the recorded checksums, if they were already read.
     Raises:
         Corrupt: it does not match its checksum.
         FormatError: it is not a JSON object.
     """
-    return _read_config(directory, read_checksums(directory)) if exists(directory / CONFIG_NAME) else {}
-
-
-def _read_config(directory: AnyPath, checksums: FileChecksums | None) -> dict[str, Any]:
-    raw = _read_document(directory, CONFIG_NAME, checksums)
+    raw = read_description(directory, CONFIG_NAME, checksums)
     return {} if raw is None else parse_config(raw, directory / CONFIG_NAME)
 
 
@@ -355,19 +352,13 @@ def _check_all_files(directory: AnyPath, numbered: Sequence[str]) -> None:
     expected = {f"model-{place:05d}-of-{total}" for place in range(1, int(total[:5]) + 1)}
     missing, unexpected = sorted(expected - {*numbered}), sorted({*numbered} - expected)
     if unexpected:
-        raise FormatError(
-            f"The weight files in {directory} are not numbered as one model.",
-            where=str(directory),
-            evidence=[f"model-...-of-{one}" for one in (total, *others)] if others else unexpected,
-            next_step=FETCH_AGAIN,
-        )
+        evidence = [f"model-...-of-{one}" for one in (total, *others)] if others else unexpected
+        what = f"The weight files in {directory} are not numbered as one model."
+        raise malformed(directory, what, evidence, FETCH_AGAIN)
     if missing:
-        raise Corrupt(
-            f"{count_text(len(missing), 'weight file')} in {directory} cannot be found.",
-            where=str(directory),
-            evidence=fold(f"{name} is missing" for name in missing),
-            next_step=f"Download the missing files, and {INDEX_NAME}, which lists all of them.",
-        )
+        what = f"{count_text(len(missing), 'weight file')} in {directory} cannot be found."
+        next_step = f"Download the missing files, and {INDEX_NAME}, which lists all of them."
+        raise damaged(directory, what, (f"{name} is missing" for name in missing), next_step)
 
 
 def _shortened(names: list[str]) -> str:
@@ -389,28 +380,18 @@ def indexed_files(index: AnyPath, checksums: FileChecksums | None) -> dict[str, 
         weight_map = parse_json(raw)["weight_map"]
         pairs = [(tensor, _text(name)) for tensor, name in weight_map.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FormatError(
-            "The index is malformed.", where=str(index), evidence=[repr(error)], next_step=FETCH_AGAIN
-        ) from error
+        raise malformed(index, "The index is malformed.", [repr(error)], FETCH_AGAIN) from error
     files: dict[str, list[str]] = {}
     for tensor, name in pairs:
         if not _is_plain(name):
-            raise FormatError(
-                "The index lists a file outside its directory.",
-                where=str(index),
-                evidence=[repr(name)],
-                next_step="Put the files next to their index, and list them without a path.",
-            )
+            next_step = "Put the files next to their index, and list them without a path."
+            raise malformed(index, "The index lists a file outside its directory.", [repr(name)], next_step)
         files.setdefault(name, []).append(tensor)
     there = map_paths(is_file, (index.parent / name for name in files), index)
     missing = sorted(name for name, found in zip(files, there, strict=True) if not found)
     if missing:
-        raise Corrupt(
-            f"{count_text(len(missing), 'file')} of the index cannot be found.",
-            where=str(index),
-            evidence=missing,
-            next_step="Download the missing files; nothing was loaded.",
-        )
+        what = f"{count_text(len(missing), 'file')} of the index cannot be found."
+        raise damaged(index, what, missing, "Download the missing files; nothing was loaded.")
     return files
 
 
@@ -431,12 +412,7 @@ def _check_indexed(index: AnyPath, files: Mapping[str, Sequence[str]], headers: 
         if tensor not in headers[name].tensors
     ]
     if faults:
-        raise Corrupt(
-            f"Files lack {count_text(len(faults), 'tensor')} of the index.",
-            where=str(index),
-            evidence=fold(faults),
-            next_step=FETCH_AGAIN,
-        )
+        raise damaged(index, f"Files lack {count_text(len(faults), 'tensor')} of the index.", faults, FETCH_AGAIN)
 
 
 def _is_plain(name: str) -> bool:
@@ -467,12 +443,8 @@ def _with_unnamed(files: dict[str, list[str]], headers: dict[str, Header], direc
                 holders.setdefault(tensor, []).append(name)
     faults = [f"{tensor}: in {' and '.join(names)}" for tensor, names in holders.items() if len(names) > 1]
     if faults:
-        raise Corrupt(
-            f"Several files contain {count_text(len(faults), 'tensor')} that the index does not list.",
-            where=str(directory / INDEX_NAME),
-            evidence=fold(faults),
-            next_step=FETCH_AGAIN,
-        )
+        what = f"Several files contain {count_text(len(faults), 'tensor')} that the index does not list."
+        raise damaged(directory / INDEX_NAME, what, faults, FETCH_AGAIN)
     added = {name: list(tensors) for name, tensors in files.items()}
     for tensor, names in holders.items():
         added[names[0]].append(tensor)
@@ -525,7 +497,7 @@ def _is_open_weights(directory: AnyPath) -> bool:
     """Return whether there is an index, a single weight file, or a numbered one."""
     if exists(directory / INDEX_NAME) or exists(directory / SINGLE_NAME):
         return True
-    return isinstance(directory, Path) and any(_NUMBERED.fullmatch(path.name) for path in list_directory(directory))
+    return any(map(_NUMBERED.fullmatch, local_files(directory)))
 
 
 def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> OpenedCheckpoint:

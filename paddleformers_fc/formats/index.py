@@ -22,6 +22,7 @@ import numpy as np
 from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.formats.catalog import Array, ShardTable, StoredTensor
 from paddleformers_fc.formats.checkpoint import StoredShard
+from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, have_own_hashes, shifted
 from paddleformers_fc.storage.checksum import (
@@ -40,7 +41,6 @@ from paddleformers_fc.storage.identities import Identities, Identity, identities
 from paddleformers_fc.storage.manifest import RESTORE, Surroundings
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import TensorEntry, layout_file, parse_header, read_header
-from paddleformers_fc.text import fold
 
 Columns = Mapping[str, Array]
 """The arrays of an index, without the array of blocks."""
@@ -283,7 +283,7 @@ def _within(numbers: Array, count: int) -> bool:
 
 
 def _reject(where: AnyPath, fault: str) -> NoReturn:
-    raise FormatError(f"{where} is not a valid index: {fault}.", where=str(where), next_step=RESTORE)
+    raise malformed(where, f"{where} is not a valid index: {fault}.", (), RESTORE)
 
 
 class IndexedFiles(Mapping[AnyPath, Identity]):
@@ -345,10 +345,5 @@ class IndexedFiles(Mapping[AnyPath, Identity]):
         if (header.tensors, header.metadata) != (expected, HEADER):
             found = header.tensors
             differing = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
-            raise Corrupt(
-                f"The header of {path} differs from {INDEX_NAME}.",
-                where=str(path),
-                evidence=fold(sorted(differing)),
-                next_step=RESTORE,
-            )
+            raise damaged(path, f"The header of {path} differs from {INDEX_NAME}.", sorted(differing), RESTORE)
         return identity_of(status)

@@ -25,7 +25,6 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats import stock_checkpoint as stock
 from paddleformers_fc.formats.checkpoint import (
@@ -37,8 +36,10 @@ from paddleformers_fc.formats.checkpoint import (
     StoredShard,
     compare_run,
     grouped_by_size,
+    local_files,
 )
-from paddleformers_fc.formats.stock_run import COPY_AGAIN_STEP, SCALER, SCHEDULER, malformed_file
+from paddleformers_fc.formats.faults import damaged
+from paddleformers_fc.formats.stock_run import SCALER, SCHEDULER, malformed_file
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
     MASTER,
@@ -54,7 +55,7 @@ from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, shifted
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.checksum import FileChecksum
 from paddleformers_fc.storage.dtypes import dtype_size, to_numpy, to_safetensors
-from paddleformers_fc.storage.files import is_directory, is_file, list_directory
+from paddleformers_fc.storage.files import is_file, list_directory
 from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY
 from paddleformers_fc.storage.paths import AnyPath, require_local
@@ -67,7 +68,7 @@ from paddleformers_fc.storage.pickles import (
     read_pickle,
 )
 from paddleformers_fc.storage.safetensors import FileLayout, read_header
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.text import count_text
 
 _METADATA = re.compile(r"[0-9]{1,9}\.metadata")
 _DATA = re.compile(r"[0-9]{1,9}_[0-9]{1,9}\.(distcp|safetensors)")
@@ -86,10 +87,7 @@ def _role_directories(directory: Path) -> dict[str, Path]:
 
 
 def _has_files(directory: Path) -> bool:
-    if not is_directory(directory):
-        return False
-    names = [path.name for path in list_directory(directory)]
-    return any(_METADATA.fullmatch(name) for name in names) or any(name.endswith(".distcp") for name in names)
+    return any(_METADATA.fullmatch(name) or name.endswith(".distcp") for name in local_files(directory))
 
 
 def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
@@ -108,20 +106,11 @@ def _shards_in(directory: Path, place: Path) -> Iterator[StoredShard]:
         array = arrays[file].pop(key, None)
         if array is None or not _matches(array, shard):
             found = "it is missing or listed twice" if array is None else f"found {array.dtype} {list(array.shape)}"
-            raise Corrupt(
-                f"{place / file} does not contain what the metadata lists.",
-                where=str(place / file),
-                evidence=[f"{key}: expected {shard.dtype} {list(shard.box.shape)}, {found}"],
-                next_step=COPY_AGAIN_STEP,
-            )
+            listed = f"{key}: expected {shard.dtype} {list(shard.box.shape)}, {found}"
+            raise damaged(place / file, f"{place / file} does not contain what the metadata lists.", [listed])
         yield shard, array.file, array.begin, dtype_size(array.dtype)
     if missing:
-        raise Corrupt(
-            f"{count_text(len(missing), 'file')} of {place} cannot be found.",
-            where=str(place),
-            evidence=fold(sorted(missing)),
-            next_step=COPY_AGAIN_STEP,
-        )
+        raise damaged(place, f"{count_text(len(missing), 'file')} of {place} cannot be found.", sorted(missing))
 
 
 def _matches(array: stock.FileArray, shard: Shard) -> bool:
@@ -146,9 +135,7 @@ def _metadata_of(place: Path) -> Path:
     elif not (place / found[-1]).stat().st_size:
         faults.append(f"{found[-1]} is empty")
     if faults:
-        raise Corrupt(
-            f"{place} is not a finished checkpoint.", where=str(place), evidence=faults, next_step=COPY_AGAIN_STEP
-        )
+        raise damaged(place, f"{place} is not a finished checkpoint.", faults)
     return place / found[-1]
 
 

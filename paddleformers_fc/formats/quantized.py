@@ -23,8 +23,9 @@ from typing import Any
 
 from msgspec import structs
 
-from paddleformers_fc.errors import FormatError
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME
+from paddleformers_fc.formats.faults import malformed
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.dtypes import (
@@ -38,7 +39,6 @@ from paddleformers_fc.storage.dtypes import (
 )
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import Header, TensorEntry
-from paddleformers_fc.text import fold
 
 QUANTIZATION = "quantization_config"
 _METHOD, _BLOCK, _EXCLUDED, _EXPERTS = "quant_method", "weight_block_size", "modules_to_not_convert", "expert_dtype"
@@ -116,12 +116,8 @@ def scaled_files(
     products, hidden, faults = _products(directory, kinds, entries)
     faults += _excluded((one for own in products.values() for one in own), config[QUANTIZATION].get(_EXCLUDED) or [])
     if faults:
-        raise FormatError(
-            f"The quantized weights in {directory} do not match {QUANTIZATION}.",
-            where=str(directory),
-            evidence=fold(faults),
-            next_step="Download the files again, or use weights in bfloat16.",
-        )
+        what = f"The quantized weights in {directory} do not match {QUANTIZATION}."
+        raise malformed(directory, what, faults, "Download the files again, or use weights in bfloat16.")
     found: ScaledFiles = {}
     for name, own in products.items():
         for kind in dict.fromkeys((dtype, _COMPUTED)):
@@ -200,24 +196,18 @@ def _kinds(directory: AnyPath, config: Mapping[str, Any]) -> tuple[_Kind, ...]:
     elif sum("*" in one for one in excluded) > _MOST_PATTERNS:
         faults.append(f"{_EXCLUDED}: more than {_MOST_PATTERNS} names with *")
     if faults:
-        raise FormatError(
-            f"The quantization of {directory} is not supported.",
-            where=str(directory / "config.json"),
-            evidence=faults,
-            next_step="Use weights in bfloat16: Transformers writes them with dequantize=True and save_pretrained.",
-        )
+        next_step = "Use weights in bfloat16: Transformers writes them with dequantize=True and save_pretrained."
+        what = f"The quantization of {directory} is not supported."
+        raise malformed(directory / CONFIG_NAME, what, faults, next_step)
     return kinds
 
 
 def _declared_dtype(directory: AnyPath, config: Mapping[str, Any]) -> str:
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype not in _DECLARED:
-        raise FormatError(
-            f"Quantized weights of dtype {dtype!r} are not supported.",
-            where=str(directory / "config.json"),
-            evidence=[f"torch_dtype: {dtype!r}; supported are {', '.join(_DECLARED)}"],
-            next_step="Set torch_dtype to bfloat16.",
-        )
+        what = f"Quantized weights of dtype {dtype!r} are not supported."
+        evidence = [f"torch_dtype: {dtype!r}; supported are {', '.join(_DECLARED)}"]
+        raise malformed(directory / CONFIG_NAME, what, evidence, "Set torch_dtype to bfloat16.")
     return str(dtype)
 
 

@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 from msgspec import structs
 
-from paddleformers_fc.errors import Corrupt, Diverged, FormatError, MappingError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import Diverged, MappingError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelTensor, OptionalNames, bind, enumerate_tensors, family_for, is_known
 from paddleformers_fc.families.declarations import Stage
 from paddleformers_fc.families.description import IS_NLP, STACK_OF_FFN, ModelDescription
@@ -42,8 +42,9 @@ from paddleformers_fc.formats.checkpoint import (
     check_stored_once,
     parse_config,
 )
+from paddleformers_fc.formats.faults import COPY_AGAIN_STEP, damaged, malformed
 from paddleformers_fc.formats.huggingface import read_description
-from paddleformers_fc.formats.stock_run import COPY_AGAIN_STEP, malformed_file
+from paddleformers_fc.formats.stock_run import malformed_file
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping import RuleSet, prove
@@ -284,12 +285,8 @@ def _check_all_layers(root: AnyPath, model: ModelDescription, rules: RuleSet) ->
     known = {*rules.mapping().sources, *tied_sources(family, model), *tied_names(family, model)}
     missing = [name for name in expected if name not in known and optional.group(name) is None]
     if missing:
-        raise Corrupt(
-            f"{root} lacks tensors of the model that {CONFIG_NAME} describes: {count_text(len(missing), 'tensor')}.",
-            where=str(root),
-            evidence=fold(missing),
-            next_step=COPY_AGAIN_STEP,
-        )
+        count = count_text(len(missing), "tensor")
+        raise damaged(root, f"{root} lacks tensors of the model that {CONFIG_NAME} describes: {count}.", missing)
 
 
 def open_stock(
@@ -322,12 +319,8 @@ def open_stock(
     catalog = Catalog(directory, roles, identities)
     check_stored_once(directory, [*faults, *contradictions, *catalog.faults()], COPY_AGAIN_STEP)
     if foreign := [*_master_mismatches(directory, catalog), *_copied_files(directory, catalog)]:
-        raise Corrupt(
-            f"{directory} contains files of several saves, or under the names of other ranks.",
-            where=str(directory),
-            evidence=fold(foreign),
-            next_step=COPY_AGAIN_STEP,
-        )
+        what = f"{directory} contains files of several saves, or under the names of other ranks."
+        raise damaged(directory, what, foreign)
     powers = stock_run.read_powers(directory, catalog)
     stock_run.check_states_of_one_step(directory, powers)
     run = directory if stock_run.has_run(directory) else None
@@ -360,12 +353,8 @@ def check_no_links(directory: Path, entries: Iterable[Path]) -> None:
     root = os.path.realpath(directory)
     outside = [str(one) for one in entries if os.path.commonpath((root, os.path.realpath(one))) != root]
     if outside:
-        raise FormatError(
-            f"{directory} contains links that lead out of the checkpoint.",
-            where=str(directory),
-            evidence=outside,
-            next_step="Replace the links by copies of their targets.",
-        )
+        what = f"{directory} contains links that lead out of the checkpoint."
+        raise malformed(directory, what, outside, "Replace the links by copies of their targets.")
 
 
 def model_description(directory: AnyPath, config: Mapping[str, Any], names: Iterable[str] = ()) -> ModelDescription:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError
 from paddleformers_fc.formats.catalog import Catalog
+from paddleformers_fc.formats.faults import COPY_AGAIN_STEP, damaged, malformed
 from paddleformers_fc.layout.roles import EMA_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
@@ -35,7 +36,7 @@ from paddleformers_fc.storage.json_io import parse_json, read_document
 from paddleformers_fc.storage.manifest import TRAINER_DIRECTORY, Manifest
 from paddleformers_fc.storage.paths import AnyPath, parse_step
 from paddleformers_fc.storage.pickles import PickledArray, Record, read_pickle
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.text import count_text
 
 STATES = ("trainer_state.json", "trainer_state.bin")
 """The possible names of the Trainer's state; a checkpoint has one of them."""
@@ -54,7 +55,6 @@ _TRAINED_TOGETHER = re.compile(r".*\.experts\.[0-9]+\.|[^0-9]*?\.(?=[0-9]+\.)")
 """The prefix that parameters with gradients in the same steps share."""
 _LEAST_POWER = 1e-30
 """Smaller powers are too close to underflow to be exact."""
-COPY_AGAIN_STEP = "Use another checkpoint, or copy the files again: all of one save."
 _ALTERED_STEP = "Use another checkpoint; this one contains files of different saves, or was altered."
 _DEGREES = {
     "dp": "data_parallel_size",
@@ -175,7 +175,7 @@ def check_states_of_one_step(directory: Path, powers: Powers) -> None:
         for file, number in sorted(least.items())
     }
     if lines:
-        raise different_steps(directory, fold(lines))
+        raise different_steps(directory, lines)
 
 
 def check_powers(directory: AnyPath, powers: Powers) -> None:
@@ -186,12 +186,9 @@ def check_powers(directory: AnyPath, powers: Powers) -> None:
     """
     invalid = [f"{name}: {one.number:g}" for name, one in powers.items() if not 0 <= one.number <= 1]
     if invalid:
-        raise Corrupt(
-            f"{directory} contains powers of Adam's betas outside of 0 to 1: {count_text(len(invalid), 'number')}.",
-            where=str(directory),
-            evidence=fold(invalid),
-            next_step=_ALTERED_STEP,
-        )
+        count = count_text(len(invalid), "number")
+        what = f"{directory} contains powers of Adam's betas outside of 0 to 1: {count}."
+        raise damaged(directory, what, invalid, _ALTERED_STEP)
 
 
 def read_powers(directory: Path, catalog: Catalog) -> Powers:
@@ -260,12 +257,9 @@ def check_finished(directory: Path, world_size: int) -> None:
     signals = {int(found[1]) for path in list_directory(directory) if (found := SIGNAL.fullmatch(path.name))}
     missing = sorted(set(range(world_size)) - signals)
     if missing:
-        raise Corrupt(
-            f"Not every rank has finished {directory}.",
-            where=str(directory),
-            evidence=[f"missing: saved_signal_{rank}" for rank in missing[:8]],
-            next_step="Set resume_from_checkpoint to it if you know that it is complete.",
-        )
+        next_step = "Set resume_from_checkpoint to it if you know that it is complete."
+        evidence = [f"missing: saved_signal_{rank}" for rank in missing[:8]]
+        raise damaged(directory, f"Not every rank has finished {directory}.", evidence, next_step)
 
 
 def lacking(documents: Collection[str], rank: int) -> list[str]:
@@ -362,12 +356,9 @@ def _check_all_generators(directory: Path, ranks: Collection[int], world_size: i
     found = [rank for rank in ranks if rank < world_size]
     if found and len(found) < world_size:
         missing = itertools.islice((rank for rank in range(world_size) if rank not in ranks), 8)
-        raise Corrupt(
-            f"{directory} has the random generators of {len(found)} of {world_size} ranks.",
-            where=str(directory),
-            evidence=[f"missing: rng_state_{rank}.pth" for rank in missing],
-            next_step="Copy the files again; or remove all rng_state_*.pth to resume without random states.",
-        )
+        what = f"{directory} has the random generators of {len(found)} of {world_size} ranks."
+        next_step = "Copy the files again; or remove all rng_state_*.pth to resume without random states."
+        raise damaged(directory, what, (f"missing: rng_state_{rank}.pth" for rank in missing), next_step)
 
 
 def _rank_of_seed(seed: Any, world_size: Any, arguments: Mapping[str, Any]) -> int | None:
@@ -408,12 +399,8 @@ def _generators(directory: Path, rank: int) -> bytes:
     for seed in (one["seed"] for one in document["hybrid_parallel"].get("local_seed", ())):
         owner = _rank_of_seed(seed, document["world_size"], _arguments(directory))
         if owner not in (None, rank):
-            raise Corrupt(
-                f"{path} contains the random generators of rank {owner}.",
-                where=str(path),
-                evidence=[f"the seed of local_seed is {seed}"],
-                next_step=_ALTERED_STEP,
-            )
+            what = f"{path} contains the random generators of rank {owner}."
+            raise damaged(path, what, [f"the seed of local_seed is {seed}"], _ALTERED_STEP)
     return state_json.encode(document, "random generators")
 
 
@@ -470,18 +457,11 @@ def epoch_of(scheduler: Any) -> int | None:
     return epoch if type(epoch) is int else None
 
 
-def different_steps(directory: Path, evidence: Sequence[str]) -> Corrupt:
+def different_steps(directory: Path, evidence: Iterable[str]) -> Corrupt:
     """Return the error for a directory with files from different steps."""
-    return Corrupt(
-        f"{directory} contains files of different steps.",
-        where=str(directory),
-        evidence=evidence,
-        next_step=_ALTERED_STEP,
-    )
+    return damaged(directory, f"{directory} contains files of different steps.", evidence, _ALTERED_STEP)
 
 
 def malformed_file(path: Path, fault: str) -> FormatError:
     """Return the error for a malformed file of a checkpoint."""
-    return FormatError(
-        f"{path} is not a valid file of a Paddle checkpoint: {fault}.", where=str(path), next_step=COPY_AGAIN_STEP
-    )
+    return malformed(path, f"{path} is not a valid file of a Paddle checkpoint: {fault}.", (), COPY_AGAIN_STEP)

@@ -12,7 +12,7 @@ tensors, and for each kind linear in its boxes up to sorting and bisection.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import le
 
 from paddleformers_fc.errors import MappingError
@@ -31,13 +31,15 @@ def prove(mapping: TensorMapping, title: str = "The mapping") -> None:
     Raises:
         MappingError: with every fault, indices folded.
     """
-    faults = list(faults_of(mapping))
-    if faults:
-        raise MappingError(
-            f"{title} cannot be proved: {count_text(len(faults), 'fault')}.",
-            evidence=fold(faults),
-            next_step="Correct the family's declaration or the model's configuration. No tensor was read or written.",
-        )
+    next_step = "Correct the family's declaration or the model's configuration. No tensor was read or written."
+    if faults := list(faults_of(mapping)):
+        raise invalid_mapping(f"{title} cannot be proved", faults, next_step)
+
+
+def invalid_mapping(what: str, faults: Sequence[str], next_step: str, where: str = "") -> MappingError:
+    """Return the error for faults of a mapping, with their number; indices are folded."""
+    counted = f"{what}: {count_text(len(faults), 'fault')}."
+    return MappingError(counted, where=where, evidence=fold(faults), next_step=next_step)
 
 
 def faults_of(mapping: TensorMapping) -> Iterator[str]:

@@ -36,11 +36,12 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec import structs
 
-from paddleformers_fc.errors import FormatError, MappingError
+from paddleformers_fc.errors import FormatError
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, Box, Shape, have_own_hashes, whole
 from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, TensorSources, TensorSpec
+from paddleformers_fc.mapping.prove import invalid_mapping
 from paddleformers_fc.mapping.templates import BoxLink, Template, pruned, stack_templates
-from paddleformers_fc.text import count_text, fold, numbers_text
+from paddleformers_fc.text import fold, numbers_text
 
 T = TypeVar("T")
 
@@ -108,6 +109,12 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
                     shape[source_axis] = length if axis == self.axis else target[axis]
             shapes.append(tuple(shape))
         return shapes
+
+    def target_shapes(self, source: Shape) -> list[Shape]:
+        """Return the shape of every target, from the shape of the first source. This rule must have no slab."""
+        others = [1 if axis == NEW_AXIS else source[axis] for axis in self.axes]
+        before, after = tuple(others[: self.axis]), tuple(others[self.axis + 1 :])
+        return [(*before, length, *after) for length in map(sum, self._sides[1][1])]
 
     def faults(self, target_shapes: list[Shape]) -> Iterator[str]:
         """Yield the reasons why this rule is invalid for targets of these shapes."""
@@ -191,6 +198,19 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
                     else _along(source_shapes[one.tensor], source_axis, one.offset(low), high - low)
                 )
                 yield other.tensor, BoxLink(one.tensor, source_box, target_box, self.axes, self.cast)
+
+
+def moving(source: str, target: str, shape: Shape, axes: tuple[int, ...] | None = None) -> Rule:
+    """Return the rule that renames a complete tensor and permutes its axes.
+
+    Args:
+        source: the source.
+        target: the target.
+        shape: shape of the target, with at least one axis.
+        axes: for every target axis the source axis that it reads; None for no permutation.
+    """
+    axes = tuple(range(len(shape))) if axes is None else axes
+    return Rule((source,), (target,), shape[-1:], len(shape) - 1, axes)
 
 
 class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -381,11 +401,8 @@ class RuleSet(msgspec.Struct, frozen=True, dict=True):
                 names = rule.sources if len(kept) == len(rule.sources) else tuple([rule.sources[at] for at in kept])
                 parts.setdefault(name, []).append(TensorSources(template, names))
         if faults:
-            raise MappingError(
-                f"Rules do not match their tensors: {count_text(len(faults), 'fault')}.",
-                evidence=faults,
-                next_step="Compare the model's configuration with the family's declaration.",
-            )
+            next_step = "Compare the model's configuration with the family's declaration."
+            raise invalid_mapping("Rules do not match their tensors", faults, next_step)
         aliases = self.aliases
         targets = {name: spec for name, spec in self.targets.items() if name not in aliases}
         made = {name: own[0] if len(own) == 1 else _stacked(own, stacks) for name, own in parts.items()}

@@ -13,16 +13,11 @@ def sparse(layer: int, experts: int, first_k_dense_replace: int, moe_layer_freq:
 
 
 EXPERT = lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "expert_ffn")
-SEPARATE = (
-    lang.linear("gate_proj", "up_proj", outputs="expert_ffn"),
-    lang.linear("down_proj", inputs="expert_ffn"),
-)
 EXPERTS = (
     lang.router("mlp.gate"),
     lang.balance("mlp.gate.e_score_correction_bias"),
-    lang.experts("mlp.experts.{expert}", EXPERT, formers=SEPARATE),
-    lang.column("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", outputs="shared_ffn"),
-    lang.row("mlp.shared_experts.down_proj", inputs="shared_ffn"),
+    lang.experts("mlp.experts.{expert}", EXPERT, formers=lang.uncut(lang.separate(EXPERT))),
+    lang.layer("mlp.shared_experts", lang.mlp("gate_proj", "up_proj", "down_proj", "shared_ffn")),
 )
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
@@ -36,9 +31,7 @@ LAYER = (
     lang.row("self_attn.o_proj", inputs="latent_value", bias="attention_bias"),
     lang.unless("q_lora_rank", lang.fresh("self_attn.q_a_layernorm.weight")),
     lang.when(sparse, EXPERTS),
-    lang.unless(
-        sparse, lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn"), lang.row("mlp.down_proj", inputs="ffn")
-    ),
+    lang.unless(sparse, lang.mlp("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
 )
 FAMILY = lang.family(
     "deepseek_v3",
@@ -49,12 +42,7 @@ FAMILY = lang.family(
     lang.optional("model.layers.{mtp}.eh_proj.bias", "model.layers.{mtp}."),
     numbers=(lang.Numbers("layer", ("layers", "mtp_layers")), lang.Numbers("mtp", "mtp_layers", start="layers")),
     defaults={"moe_layer_freq": 1, "first_k_dense_replace": 0},
-    tiny={
-        **lang.TINY_LATENT,
-        **lang.TINY_MOE,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 1,
-    },
+    tiny={**lang.TINY_LATENT, **lang.TINY_MOE, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    | {"num_nextn_predict_layers": 1},
     divided=("vocab",),
 )

@@ -5,8 +5,7 @@ from paddleformers_fc.families.models.glm_moe_dsa import LAYER, SIZES, TINY
 
 FAMILY = lang.family(
     "deepseek_v32",
-    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer("model.layers.{layer}", LAYER),
+    lang.decoder("model.embed_tokens", "model.layers.{layer}", "model.norm", "lm_head", LAYER),
     lang.prediction("model.layers.{mtp}", LAYER),
     classes=(lang.FLEET,),
     sizes=SIZES,

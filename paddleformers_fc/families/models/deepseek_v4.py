@@ -136,7 +136,6 @@ FAMILY = lang.family(
         "stream_hidden": lambda streams, hidden: streams * hidden,
         "mixes": lambda streams: streams * streams + 2 * streams,
         "table": lambda actual_vocab_size, vocab: actual_vocab_size or vocab,
-        "empty": lambda num_empty_layers_add_in_head: num_empty_layers_add_in_head or 0,
         "mtp_layers": lang.mtp_layers,
     },
     numbers=(

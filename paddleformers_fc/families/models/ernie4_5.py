@@ -26,8 +26,7 @@ ATTENTION = (
 FFN = lang.gated("mlp.up_gate_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", bias=ffn_bias)
 FAMILY = lang.family(
     "ernie4_5",
-    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer("model.layers.{layer}", ATTENTION, FFN),
+    lang.decoder("model.embed_tokens", "model.layers.{layer}", "model.norm", "lm_head", ATTENTION, FFN),
     defaults={"head_dim": 128, "tie_word_embeddings": True},
     tiny={"head_dim": 4, "use_bias": True, "mlp_bias": False},
     exported=EXPORTED_BIASES,

@@ -18,15 +18,10 @@ def of_expert(expert: int, moe_intermediate_size: Any, moe_num_experts: Any) -> 
     return moe_intermediate_size[0] if expert < moe_num_experts[0] else moe_intermediate_size[1]
 
 
+EXPERT = lang.uncut(lang.mlp("gate_proj", "up_proj", "down_proj", of_expert, bias="use_bias"))
 EXPERTS = (
-    lang.uncut(
-        lang.column(
-            "mlp.experts.{expert}.gate_proj", "mlp.experts.{expert}.up_proj", outputs=of_expert, bias="use_bias"
-        )
-    ),
-    lang.uncut(lang.row("mlp.experts.{expert}.down_proj", inputs=of_expert, bias="use_bias")),
-    lang.column("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", outputs="shared_ffn", bias="use_bias"),
-    lang.row("mlp.shared_experts.down_proj", inputs="shared_ffn", bias="use_bias"),
+    lang.layer("mlp.experts.{expert}", EXPERT),
+    lang.layer("mlp.shared_experts", lang.mlp("gate_proj", "up_proj", "down_proj", "shared_ffn", bias="use_bias")),
     lang.same("mlp.gate.weight", shape=("hidden", "text_experts"), dtype="float32"),
     lang.same("mlp.gate.weight_1", shape=("hidden", "image_experts"), dtype="float32"),
     lang.when("moe_use_aux_free", lang.balance("mlp.moe_statics.e_score_correction_bias", shape=(2, "text_experts"))),
@@ -41,17 +36,16 @@ RESAMPLER = lang.layer(
     lang.linear("mlp", inputs="spatial", bias=True),
     lang.same("after_norm.weight"),
 )
-BLOCK = (
-    lang.same("norm1.weight", "norm2.weight", "norm1.bias", "norm2.bias"),
-    lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
-    lang.linear("attn.proj", bias=True),
-    lang.linear("mlp.fc1", outputs="ffn", bias=True),
-    lang.linear("mlp.fc2", inputs="ffn", bias=True),
-)
 VISION = lang.vision(
-    lang.linear("vision_model.patch_embed.proj", inputs="patch"),
-    lang.same("vision_model.ln.weight", "vision_model.ln.bias"),
-    lang.layer("vision_model.blocks.{block}", BLOCK),
+    "vision_model",
+    lang.linear("patch_embed.proj", inputs="patch"),
+    lang.same("ln.weight", "ln.bias"),
+    lang.same("blocks.{block}.norm1.weight", "blocks.{block}.norm2.weight"),
+    lang.same("blocks.{block}.norm1.bias", "blocks.{block}.norm2.bias"),
+    lang.linear("blocks.{block}.attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
+    lang.linear("blocks.{block}.attn.proj", bias=True),
+    lang.linear("blocks.{block}.mlp.fc1", outputs="ffn", bias=True),
+    lang.linear("blocks.{block}.mlp.fc2", inputs="ffn", bias=True),
     sizes={
         "patch": lambda in_channels, patch_size: in_channels * patch_size * patch_size,
         "ffn": lambda intermediate_size, hidden, mlp_ratio: intermediate_size or hidden * mlp_ratio,
@@ -59,12 +53,9 @@ VISION = lang.vision(
 )
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
-    lang.column("self_attn.q_proj", outputs="q", bias="use_bias"),
-    lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="use_bias"),
-    lang.row("self_attn.o_proj", inputs="q", bias="use_bias"),
+    lang.attention("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", bias="use_bias"),
     lang.when(sparse, EXPERTS),
-    lang.unless(sparse, lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias="use_bias")),
-    lang.unless(sparse, lang.row("mlp.down_proj", inputs="ffn", bias="use_bias")),
+    lang.unless(sparse, lang.mlp("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", bias="use_bias")),
 )
 FAMILY = lang.family(
     "ernie4_5_moe_vl",

@@ -18,8 +18,7 @@ LAYER = (
 )
 FAMILY = lang.family(
     "glm4_moe",
-    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer("model.layers.{layer}", LAYER),
+    lang.decoder("model.embed_tokens", "model.layers.{layer}", "model.norm", "lm_head", LAYER),
     lang.prediction("model.layers.{mtp}", LAYER),
     classes=(lang.FLEET, lang.FORMERS),
     sizes={"mtp_layers": lang.mtp_layers},

@@ -3,7 +3,8 @@
 from paddleformers_fc.families import language as lang
 from paddleformers_fc.families.models.glm4_moe import EXPERTS
 
-OUTSIDE = (
+VISION = lang.vision(
+    "model.visual",
     lang.patches("patch_embed.proj", bias=True),
     lang.same("post_layernorm.weight"),
     lang.same("downsample.weight", shape=("out_hidden_size", "hidden", "spatial_merge_size", "spatial_merge_size")),
@@ -14,18 +15,11 @@ OUTSIDE = (
     lang.linear("merger.down_proj", inputs="ffn", outputs="out_hidden_size"),
     lang.same("post_conv_layernorm.weight"),
     lang.same("embeddings.position_embedding.weight", shape=("positions", "hidden")),
-)
-BLOCK = (
-    lang.same("norm1.weight", "norm2.weight"),
-    lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias="attention_bias"),
-    lang.linear("attn.proj"),
-    lang.linear("mlp.gate_proj", "mlp.up_proj", outputs="out_hidden_size"),
-    lang.linear("mlp.down_proj", inputs="out_hidden_size"),
-)
-VISION = lang.vision(
-    lang.layer("model.visual", OUTSIDE),
-    lang.layer("model.visual.blocks.{block}", BLOCK),
-    sizes={"positions": lambda image_size, patch_size: (image_size // patch_size) * (image_size // patch_size)},
+    lang.same("blocks.{block}.norm1.weight", "blocks.{block}.norm2.weight"),
+    lang.linear("blocks.{block}.attn.qkv", outputs=("hidden", "hidden", "hidden"), bias="attention_bias"),
+    lang.linear("blocks.{block}.attn.proj"),
+    lang.linear("blocks.{block}.mlp.gate_proj", "blocks.{block}.mlp.up_proj", outputs="out_hidden_size"),
+    lang.linear("blocks.{block}.mlp.down_proj", inputs="out_hidden_size"),
     defaults={"patch_size": 14, "image_size": 336},
 )
 LAYER = (
@@ -42,8 +36,6 @@ FAMILY = lang.family(
     key="text_config",
     towers=(VISION,),
     defaults={"attention_bias": True, "first_k_dense_replace": 1, "n_shared_experts": 1},
-    tiny={
-        "text_config": {**lang.TINY_MOE, "attention_bias": True},
-        "vision_config": {**lang.TINY_VISION, "image_size": 6},
-    },
+    tiny={"text_config": {**lang.TINY_MOE, "attention_bias": True}}
+    | {"vision_config": {**lang.TINY_VISION, "image_size": 6}},
 )

@@ -1,7 +1,7 @@
 """GLM 5: the layers of Kimi K2 with a sparse attention indexer, which is replicated on every rank."""
 
 from paddleformers_fc.families import language as lang
-from paddleformers_fc.families.models.kimi_k2 import ATTENTION, FFN
+from paddleformers_fc.families.models import kimi_k2
 
 INDEXER = lang.layer(
     "self_attn.core_attention.indexer",
@@ -11,7 +11,7 @@ INDEXER = lang.layer(
     lang.same("k_norm.weight", "k_norm.bias", shape=("index_head_dim",)),
     file="self_attn.indexer",
 )
-LAYER = (ATTENTION, lang.when("index_n_heads", INDEXER), FFN)
+LAYER = (kimi_k2.LAYER, lang.when("index_n_heads", INDEXER))
 SIZES = {
     "index_size": lambda index_n_heads, index_head_dim: index_n_heads * index_head_dim,
     "mtp_layers": lang.mtp_layers,
@@ -19,8 +19,7 @@ SIZES = {
 TINY = {**lang.TINY_LATENT, **lang.TINY_MOE, "index_n_heads": 4, "index_head_dim": 6, "first_k_dense_replace": 1}
 FAMILY = lang.family(
     "glm_moe_dsa",
-    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer("model.layers.{layer}", LAYER),
+    lang.decoder("model.embed_tokens", "model.layers.{layer}", "model.norm", "lm_head", LAYER),
     lang.prediction("model.layers.{mtp}", LAYER),
     classes=(lang.FLEET,),
     sizes=SIZES,

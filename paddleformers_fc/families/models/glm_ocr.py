@@ -6,7 +6,8 @@ prediction layer that the class does not build.
 
 from paddleformers_fc.families import language as lang
 
-OUTSIDE = (
+VISION = lang.vision(
+    "model.visual",
     lang.patches("patch_embed.proj", bias=True),
     lang.same("post_layernorm.weight"),
     lang.same("downsample.weight", shape=("out_hidden_size", "hidden", "spatial_merge_size", "spatial_merge_size")),
@@ -15,32 +16,23 @@ OUTSIDE = (
     lang.same("merger.post_projection_norm.weight", "merger.post_projection_norm.bias", shape=("out_hidden_size",)),
     lang.linear("merger.gate_proj", "merger.up_proj", inputs="out_hidden_size", outputs="merger_ffn"),
     lang.linear("merger.down_proj", inputs="merger_ffn", outputs="out_hidden_size"),
-)
-BLOCK = (
-    lang.same("norm1.weight", "norm2.weight"),
-    lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias="attention_bias"),
-    lang.linear("attn.proj", bias="attention_bias"),
-    lang.linear("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias="attention_bias"),
-    lang.linear("mlp.down_proj", inputs="ffn", bias="attention_bias"),
-    lang.same("attn.q_norm.weight", "attn.k_norm.weight", shape=("head",)),
-)
-VISION = lang.vision(
-    lang.layer("model.visual", OUTSIDE),
-    lang.layer("model.visual.blocks.{block}", BLOCK),
+    lang.same("blocks.{block}.norm1.weight", "blocks.{block}.norm2.weight"),
+    lang.linear("blocks.{block}.attn.qkv", outputs=("hidden", "hidden", "hidden"), bias="attention_bias"),
+    lang.linear("blocks.{block}.attn.proj", bias="attention_bias"),
+    lang.linear("blocks.{block}.mlp.gate_proj", "blocks.{block}.mlp.up_proj", outputs="ffn", bias="attention_bias"),
+    lang.linear("blocks.{block}.mlp.down_proj", inputs="ffn", bias="attention_bias"),
+    lang.same("blocks.{block}.attn.q_norm.weight", "blocks.{block}.attn.k_norm.weight", shape=("head",)),
     sizes={"merger_ffn": lambda out_hidden_size, in_channels: out_hidden_size * in_channels},
     defaults={"patch_size": 14, "image_size": 336, "attention_bias": True},
 )
-PREDICTION = lang.layer(
-    "model.language_model.layers.{mtp}",
+PREDICTION = (
     lang.same("enorm.weight", "hnorm.weight", "shared_head.norm.weight"),
     lang.row("eh_proj", inputs=("hidden", "hidden")),
 )
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
     lang.same("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"),
-    lang.linear("self_attn.q_proj", outputs="q"),
-    lang.linear("self_attn.k_proj", "self_attn.v_proj", outputs="kv"),
-    lang.linear("self_attn.o_proj", inputs="q"),
+    lang.uncut(lang.attention("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")),
     lang.linear("mlp.gate_up_proj", outputs=("ffn", "ffn")),
     lang.linear("mlp.down_proj", inputs="ffn"),
 )
@@ -49,7 +41,7 @@ FAMILY = lang.family(
     lang.linear("lm_head", outputs="vocab"),
     lang.same("model.language_model.norm.weight", stage=lang.FIRST),
     lang.same("model.language_model.embed_tokens.weight", shape=("vocab", "hidden"), stage=lang.FIRST),
-    lang.alias(PREDICTION),
+    lang.alias(lang.layer("model.language_model.layers.{mtp}", PREDICTION)),
     lang.layer("model.language_model.layers.{layer}", LAYER),
     lang.optional("model.language_model.layers.{mtp}."),
     key="text_config",

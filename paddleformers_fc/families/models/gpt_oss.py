@@ -4,9 +4,9 @@ from paddleformers_fc.families import language as lang
 
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
-    lang.column("self_attn.q_proj", outputs="q", bias="attention_bias"),
-    lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="attention_bias"),
-    lang.row("self_attn.o_proj", inputs="q", bias="attention_bias"),
+    lang.attention(
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", bias="attention_bias"
+    ),
     lang.same("self_attn.sinks", shape=("heads",), cut=0),
     lang.same("mlp.router.weight", shape=("experts", "hidden")),
     lang.same("mlp.router.bias", shape=("experts",)),
@@ -17,9 +17,8 @@ LAYER = (
 )
 FAMILY = lang.family(
     "gpt_oss",
-    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
+    lang.decoder("model.embed_tokens", "model.layers.{layer}", "model.norm", "lm_head", LAYER),
     lang.alias(lang.fresh("model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq")),
-    lang.layer("model.layers.{layer}", LAYER),
     defaults={"attention_bias": True, "head_dim": 64},
     tiny={"head_dim": 4, "num_local_experts": 4},
     exported={"num_experts": "experts", "num_local_experts": "experts"},

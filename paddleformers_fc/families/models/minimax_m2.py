@@ -34,8 +34,7 @@ LAYER = (
 )
 FAMILY = lang.family(
     "minimax_m2",
-    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer("model.layers.{layer}", LAYER),
+    lang.decoder("model.embed_tokens", "model.layers.{layer}", "model.norm", "lm_head", LAYER),
     lang.prediction("model.layers.{mtp}", LAYER),
     classes=(lang.FLEET,),
     sizes={

@@ -6,12 +6,6 @@ The class does not build the head of published towers. Files of Transformers lac
 from paddleformers_fc.families import language as lang
 from paddleformers_fc.families.models.ernie4_5 import ffn_bias
 
-OUTSIDE = (
-    lang.same("post_layernorm.weight", "post_layernorm.bias"),
-    lang.patches("embeddings.patch_embedding", bias=True, frames=()),
-    lang.same("embeddings.position_embedding.weight", shape=("positions", "hidden")),
-    lang.same("embeddings.packing_position_embedding.weight", shape=(32768, "hidden")),
-)
 BLOCK = (
     lang.same("layer_norm1.weight", "layer_norm2.weight", "layer_norm1.bias", "layer_norm2.bias"),
     lang.linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", bias=True),
@@ -20,8 +14,12 @@ BLOCK = (
 )
 VISION = lang.tower(
     "vision",
-    lang.layer("visual.vision_model", OUTSIDE),
-    lang.layer("visual.vision_model.encoder.layers.{block}", BLOCK),
+    "visual.vision_model",
+    lang.same("post_layernorm.weight", "post_layernorm.bias"),
+    lang.patches("embeddings.patch_embedding", bias=True, frames=()),
+    lang.same("embeddings.position_embedding.weight", shape=("positions", "hidden")),
+    lang.same("embeddings.packing_position_embedding.weight", shape=(32768, "hidden")),
+    lang.layer("encoder.layers.{block}", BLOCK),
     sizes={
         "in_channels": "num_channels",
         "merged": ("hidden", "hidden", "hidden", "hidden"),
@@ -37,11 +35,8 @@ PROJECTOR = lang.layer(
 )
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
-    lang.column("self_attn.q_proj", outputs="q", bias="use_bias"),
-    lang.column("self_attn.k_proj", "self_attn.v_proj", outputs="kv", bias="use_bias"),
-    lang.row("self_attn.o_proj", inputs="q", bias="use_bias"),
-    lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias=ffn_bias),
-    lang.row("mlp.down_proj", inputs="ffn", bias=ffn_bias),
+    lang.attention("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", bias="use_bias"),
+    lang.mlp("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", bias=ffn_bias),
 )
 FAMILY = lang.family(
     "paddleocr_vl",

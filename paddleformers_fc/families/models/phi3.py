@@ -11,6 +11,5 @@ LAYER = (
 )
 FAMILY = lang.family(
     "phi3",
-    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer("model.layers.{layer}", LAYER),
+    lang.decoder("model.embed_tokens", "model.layers.{layer}", "model.norm", "lm_head", LAYER),
 )

@@ -2,22 +2,18 @@
 
 from paddleformers_fc.families import language as lang
 
-OUTSIDE = (
+VISION = lang.vision(
+    "model.visual",
     lang.patches("patch_embed.proj"),
     lang.same("merger.ln_q.weight"),
     lang.linear("merger.mlp.0", inputs="merged", outputs="merged", bias=True),
     lang.linear("merger.mlp.2", inputs="merged", outputs="out_hidden_size", bias=True),
-)
-BLOCK = (
-    lang.same("norm1.weight", "norm2.weight"),
-    lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
-    lang.linear("attn.proj", bias=True),
-    lang.linear("mlp.gate_proj", "mlp.up_proj", outputs="ffn", bias=True),
-    lang.linear("mlp.down_proj", inputs="ffn", bias=True),
-)
-VISION = lang.vision(
-    lang.layer("model.visual", OUTSIDE, file="visual"),
-    lang.layer("model.visual.blocks.{block}", BLOCK, file="visual.blocks.{block}"),
+    lang.same("blocks.{block}.norm1.weight", "blocks.{block}.norm2.weight"),
+    lang.linear("blocks.{block}.attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
+    lang.linear("blocks.{block}.attn.proj", bias=True),
+    lang.linear("blocks.{block}.mlp.gate_proj", "blocks.{block}.mlp.up_proj", outputs="ffn", bias=True),
+    lang.linear("blocks.{block}.mlp.down_proj", inputs="ffn", bias=True),
+    file="visual",
     defaults={"patch_size": 14},
 )
 LAYER = (

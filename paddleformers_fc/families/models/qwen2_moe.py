@@ -2,21 +2,13 @@
 
 from paddleformers_fc.families import language as lang
 
-EXPERT = lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "expert_ffn")
 SHARED = lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "shared_ffn")
-FLEET_SHARED = (
-    lang.layer("mlp.shared_experts", SHARED, file="mlp.shared_expert"),
-    lang.transposed("mlp.shared_experts.gate_weight", file="mlp.shared_expert_gate.weight", shape=("hidden", 1)),
-)
-FORMERS_SHARED = (
-    lang.layer("mlp.shared_expert", SHARED),
-    lang.transposed("mlp.shared_expert_gate.weight", shape=("hidden", 1)),
-)
 SPARSE = (
     lang.router("mlp.gate"),
-    lang.experts("mlp.experts.{expert}", EXPERT),
-    lang.of_class(lang.FORMERS, FORMERS_SHARED),
-    lang.of_class(lang.FLEET, FLEET_SHARED),
+    lang.experts("mlp.experts.{expert}", lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "expert_ffn")),
+    lang.of_class(lang.FORMERS, lang.layer("mlp.shared_expert", SHARED)),
+    lang.of_class(lang.FLEET, lang.layer("mlp.shared_experts", SHARED, file="mlp.shared_expert")),
+    lang.transposed("mlp.shared_expert_gate.weight", fleet="mlp.shared_experts.gate_weight", shape=("hidden", 1)),
 )
 LAYER = (
     lang.same("input_layernorm.weight", "post_attention_layernorm.weight"),
@@ -27,8 +19,7 @@ LAYER = (
 )
 FAMILY = lang.family(
     "qwen2_moe",
-    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer("model.layers.{layer}", LAYER),
+    lang.decoder("model.embed_tokens", "model.layers.{layer}", "model.norm", "lm_head", LAYER),
     classes=(lang.FLEET, lang.FORMERS),
     sizes={"shared_ffn": "shared_expert_intermediate_size"},
     defaults={"qkv_bias": True, "decoder_sparse_step": 1},

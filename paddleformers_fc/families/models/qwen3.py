@@ -12,8 +12,7 @@ LAYER = (
 )
 FAMILY = lang.family(
     "qwen3",
-    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer("model.layers.{layer}", LAYER),
+    lang.decoder("model.embed_tokens", "model.layers.{layer}", "model.norm", "lm_head", LAYER),
     classes=(lang.FLEET, lang.FORMERS),
     defaults={"head_dim": 128},
 )

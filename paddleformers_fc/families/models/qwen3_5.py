@@ -19,6 +19,11 @@ def is_linear(layer: int, layer_types: Any) -> bool:
     return bool(layer_types) and layer_types[layer] == "linear_attention"
 
 
+def mtp_layers(num_nextn_predict_layers: Any, mtp_num_hidden_layers: Any) -> Any:
+    """Return the number of prediction layers."""
+    return num_nextn_predict_layers or mtp_num_hidden_layers or 0
+
+
 SCOPE = "model.language_model"
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 NORMS = lang.same("input_layernorm.weight", "post_attention_layernorm.weight")
@@ -37,11 +42,10 @@ IN_PROJ = lang.qkv(
     parts=(MIXED, "delta_values", PER_HEAD, PER_HEAD),
     per_rank=True,
 )
+SHAPE = (MIXED, 1, "linear_conv_kernel_dim")
 CONV = tuple(
     structs.replace(one, geometry=Geometry.FUSED_QKV_PER_RANK, transposed=False, parts=MIXED)
-    for one in lang.same(
-        "self_attn.conv1d.weight", file="linear_attn.conv1d.weight", shape=(MIXED, 1, "linear_conv_kernel_dim"), cut=0
-    )
+    for one in lang.same("self_attn.conv1d.weight", file="linear_attn.conv1d.weight", shape=SHAPE, cut=0)
 )
 DELTA_NET = (
     lang.same("self_attn.A_log", file="linear_attn.A_log", shape=(PER_HEAD,), cut=0, dtype="float32"),
@@ -51,18 +55,18 @@ DELTA_NET = (
     lang.same("self_attn.out_norm.weight", file="linear_attn.norm.weight", shape=("linear_value_head_dim",)),
     lang.row("self_attn.out_proj", file="linear_attn.out_proj", inputs="delta_values"),
 )
-OUTSIDE = (
+VISION = lang.vision(
+    "model.vision_model",
     lang.patches("patch_embed", file="patch_embed.proj", bias=True),
     lang.same("pos_embed.weight", shape=("num_position_embeddings", "hidden")),
     lang.same("merger.norm.weight", "merger.norm.bias"),
     lang.column("merger.mlp.up_gate_proj", file="merger.linear_fc1", inputs="merged", outputs="merged", bias=True),
     lang.row("merger.mlp.down_proj", file="merger.linear_fc2", inputs="merged", outputs="out_hidden_size", bias=True),
-)
-VISION = lang.vision(
-    lang.layer("model.vision_model", OUTSIDE, file="model.visual"),
-    lang.layer("model.vision_model.layers.{block}", FLEET_BLOCK, file="model.visual.blocks.{block}"),
+    FLEET_BLOCK,
+    file="model.visual",
     defaults={"patch_size": 16, "num_position_embeddings": 2304},
 )
+MIXERS = (lang.when(is_linear, DELTA_NET), lang.unless(is_linear, ATTENTION))
 KINDS = {"layer_types": ["linear_attention", "full_attention"]}
 TINY = {**lang.TINY_DELTA, **KINDS, "attn_output_gate": True, "mtp_num_hidden_layers": 1}
 
@@ -77,19 +81,12 @@ def declared(name: str, ffn: lang.Group, predicted: lang.Group, tiny: Mapping[st
         lang.same(f"{SCOPE}.layers.{{mtp}}.hnorm.weight", file="mtp.pre_fc_norm_hidden.weight"),
         lang.same(f"{SCOPE}.layers.{{mtp}}.norm.weight", file="mtp.norm.weight"),
         lang.layer(f"{SCOPE}.layers.{{mtp}}.transformer_layer", NORMS, ATTENTION, predicted, file="mtp.layers.{mtp}"),
-        lang.layer(
-            f"{SCOPE}.layers.{{layer}}", NORMS, lang.when(is_linear, DELTA_NET), lang.unless(is_linear, ATTENTION), ffn
-        ),
+        lang.layer(f"{SCOPE}.layers.{{layer}}", NORMS, MIXERS, ffn),
         lang.optional("mtp."),
         classes=(lang.FLEET,),
         key="text_config",
         towers=(VISION,),
-        sizes={
-            "mtp_layers": lambda num_nextn_predict_layers, mtp_num_hidden_layers: (
-                num_nextn_predict_layers or mtp_num_hidden_layers or 0
-            ),
-            **sizes,
-        },
+        sizes={"mtp_layers": mtp_layers, **sizes},
         numbers=(lang.Numbers("mtp", "mtp_layers", shift="layers"),),
         defaults={"linear_conv_kernel_dim": 4},
         tiny={"text_config": {**TINY, **tiny}, "vision_config": lang.TINY_VISION},

@@ -4,15 +4,20 @@ A class with one tensor per expert is not declared, because its own AOA statemen
 """
 
 from paddleformers_fc.families import language as lang
-from paddleformers_fc.families.models import qwen2_moe, qwen3_5
+from paddleformers_fc.families.models import qwen3_5
 
-SHARED = (lang.same("mlp.gate.weight", shape=("experts", "hidden"), dtype="float32"), *qwen2_moe.FLEET_SHARED)
+EXPERT = lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "expert_ffn")
+SHARED_EXPERT = lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "shared_ffn")
+SHARED = (
+    lang.same("mlp.gate.weight", shape=("experts", "hidden"), dtype="float32"),
+    lang.layer("mlp.shared_experts", SHARED_EXPERT, file="mlp.shared_expert"),
+    lang.transposed("mlp.shared_experts.gate_weight", file="mlp.shared_expert_gate.weight", shape=("hidden", 1)),
+)
 UP, DOWN = ("hidden", ("expert_ffn", "expert_ffn")), ("expert_ffn", "hidden")
 STACKS = (
     lang.stack_of_files("mlp.grouped_gemm_experts.weight1", file="mlp.experts.gate_up_proj", shape=UP, transposed=True),
     lang.stack_of_files("mlp.grouped_gemm_experts.weight2", file="mlp.experts.down_proj", shape=DOWN, transposed=True),
 )
-EXPERT = lang.gated("up_gate_proj", "gate_proj", "up_proj", "down_proj", "expert_ffn")
 SINGLE = lang.uncut(lang.layer("mlp.experts.{expert}", EXPERT))
 FAMILY = qwen3_5.declared(
     "qwen3_5_moe",

@@ -19,8 +19,7 @@ LAYER = (
 )
 FAMILY = lang.family(
     "qwen3_moe",
-    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer("model.layers.{layer}", LAYER),
+    lang.decoder("model.embed_tokens", "model.layers.{layer}", "model.norm", "lm_head", LAYER),
     classes=(lang.FLEET, lang.FORMERS),
     defaults={"decoder_sparse_step": 1},
     tiny={"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0]},

@@ -35,16 +35,11 @@ LAYER = (
     lang.when(is_linear, DELTA_NET),
     lang.unless(is_linear, GATED),
     lang.when(lang.stepped, SPARSE),
-    lang.unless(
-        lang.stepped,
-        lang.column("mlp.gate_proj", "mlp.up_proj", outputs="ffn"),
-        lang.row("mlp.down_proj", inputs="ffn"),
-    ),
+    lang.unless(lang.stepped, lang.mlp("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
 )
 FAMILY = lang.family(
     "qwen3_next",
-    lang.ends("model.embed_tokens", "model.norm", "lm_head"),
-    lang.layer("model.layers.{layer}", LAYER),
+    lang.decoder("model.embed_tokens", "model.layers.{layer}", "model.norm", "lm_head", LAYER),
     lang.optional("mtp."),
     sizes={"gated_q": ("q", "q"), "shared_ffn": "shared_expert_intermediate_size"},
     defaults={"decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256, "linear_conv_kernel_dim": 4},

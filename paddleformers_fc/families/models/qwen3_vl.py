@@ -18,14 +18,16 @@ MERGERS = (
     lang.linear("deepstack_merger_list.{deep}.linear_fc1", inputs="merged", outputs="merged", bias=True),
     lang.linear("deepstack_merger_list.{deep}.linear_fc2", inputs="merged", outputs="out_hidden_size", bias=True),
 )
-BLOCK = (
+BLOCK = lang.layer(
+    "blocks.{block}",
     lang.same("norm1.weight", "norm2.weight", "norm1.bias", "norm2.bias"),
     lang.linear("attn.qkv", outputs=("hidden", "hidden", "hidden"), bias=True),
     lang.linear("attn.proj", bias=True),
     lang.linear("mlp.linear_fc1", outputs="ffn", bias=True),
     lang.linear("mlp.linear_fc2", inputs="ffn", bias=True),
 )
-FLEET_BLOCK = (
+FLEET_BLOCK = lang.layer(
+    "layers.{block}",
     lang.same("input_layernorm.weight", file="norm1.weight"),
     lang.same("post_attention_layernorm.weight", file="norm2.weight"),
     lang.same("input_layernorm.bias", file="norm1.bias"),
@@ -34,16 +36,13 @@ FLEET_BLOCK = (
     lang.row("self_attn.o_proj", file="attn.proj", bias=True),
     lang.column("mlp.up_gate_proj", file="mlp.linear_fc1", outputs="ffn", bias=True),
     lang.row("mlp.down_proj", file="mlp.linear_fc2", inputs="ffn", bias=True),
+    file="blocks.{block}",
 )
 VISION = lang.vision(
-    lang.of_class(lang.FORMERS, lang.layer("model.visual", EMBEDDINGS, MERGERS)),
-    lang.of_class(lang.FLEET, lang.layer("model.vision_model", EMBEDDINGS, file="model.visual")),
-    lang.of_class(lang.FLEET, lang.layer("model.vision_model.decoder", MERGERS, file="model.visual")),
-    lang.of_class(
-        lang.FLEET,
-        lang.layer("model.vision_model.decoder.layers.{block}", FLEET_BLOCK, file="model.visual.blocks.{block}"),
-    ),
-    lang.of_class(lang.FORMERS, lang.layer("model.visual.blocks.{block}", BLOCK)),
+    "model",
+    lang.of_class(lang.FORMERS, lang.layer("visual", EMBEDDINGS, MERGERS, BLOCK)),
+    lang.of_class(lang.FLEET, lang.layer("vision_model", EMBEDDINGS, file="visual")),
+    lang.of_class(lang.FLEET, lang.layer("vision_model.decoder", MERGERS, FLEET_BLOCK, file="visual")),
     sizes={"mergers": lambda deepstack_visual_indexes: len(deepstack_visual_indexes)},
     defaults={"patch_size": 16, "num_position_embeddings": 2304},
 )

@@ -22,15 +22,16 @@ from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.formats import stock_checkpoint as stock
+from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.formats.huggingface import OF_PADDLE, model_orientation
-from paddleformers_fc.formats.stock_run import COPY_AGAIN_STEP, SCHEDULER, SIGNAL, epoch_of
+from paddleformers_fc.formats.stock_run import SCHEDULER, SIGNAL, epoch_of
 from paddleformers_fc.mapping.boxes import Shape
 from paddleformers_fc.storage.dtypes import dtype_size
 from paddleformers_fc.storage.files import list_directory
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.pickles import read_pickle
 from paddleformers_fc.storage.safetensors import read_header
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.text import count_text
 
 MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"
 """The kinds of files."""
@@ -153,12 +154,7 @@ def find_rank_files(directory: Path) -> RankFiles:
     if not missing and world and world % ranks_of_grid:
         missing = [f"{world} files saved_signal_* of ranks; the other files are of {ranks_of_grid} ranks"]
     if missing:
-        raise Corrupt(
-            f"Files of some ranks are missing from {directory}.",
-            where=str(directory),
-            evidence=fold(missing),
-            next_step=COPY_AGAIN_STEP,
-        )
+        raise damaged(directory, f"Files of some ranks are missing from {directory}.", missing)
     # The number of ranks shows that expert-parallel ranks have no further axis, such as sep.
     if ep > 1 and not (divides_experts(tp, sharding, ep) and ranks_of_grid == world):
         why = f"tp={tp} pp={pp} sharding={sharding} ep={ep}, and {count_text(world, 'file')} saved_signal_* of ranks"
@@ -173,15 +169,10 @@ def divides_experts(tp: int, sharding: int, ep: int) -> bool:
 
 def unsupported_experts(directory: AnyPath, why: str) -> FormatError:
     """Return the error for expert-parallel files that do not show which rank has which states."""
-    return FormatError(
-        f"{directory} was saved by expert-parallel ranks in a layout that is not supported in this format.",
-        where=str(directory),
-        evidence=[
-            why,
-            "supported: experts with their numbers in the model, on ranks of tensor parallelism and sharding only",
-        ],
-        next_step="Load it with the software that saved it, and save a flex checkpoint.",
-    )
+    what = f"{directory} was saved by expert-parallel ranks in a layout that is not supported in this format."
+    supported = "supported: experts with their numbers in the model, on ranks of tensor parallelism and sharding only"
+    next_step = "Load it with the software that saved it, and save a flex checkpoint."
+    return malformed(directory, what, [why, supported], next_step)
 
 
 def check_one_checkpoint(directory: AnyPath, mixed: Sequence[Sequence[str]]) -> None:
@@ -194,12 +185,8 @@ def check_one_checkpoint(directory: AnyPath, mixed: Sequence[Sequence[str]]) -> 
         FormatError: there is such a group.
     """
     if mixed:
-        raise FormatError(
-            f"{directory} contains files of two checkpoints.",
-            where=str(directory),
-            evidence=[", ".join(names) for names in mixed],
-            next_step="Move the files of one of them into another directory.",
-        )
+        next_step = "Move the files of one of them into another directory."
+        raise malformed(directory, f"{directory} contains files of two checkpoints.", map(", ".join, mixed), next_step)
 
 
 def _parsed(name: str) -> tuple[str, dict[str, int]] | None:

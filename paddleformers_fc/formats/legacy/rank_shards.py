@@ -25,12 +25,13 @@ from typing import Any
 
 from msgspec import structs
 
-from paddleformers_fc.errors import Corrupt, MappingError
+from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.names import Names
 from paddleformers_fc.formats import stock_checkpoint as stock, stock_run
 from paddleformers_fc.formats.catalog import Catalog, StoredFragment
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, Format, OpenedCheckpoint, StoredShard
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, Format, OpenedCheckpoint, StoredShard, local_files
+from paddleformers_fc.formats.faults import damaged
 from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.legacy.canonical_ranks import CanonicalModel, assign_variables, canonical_models
 from paddleformers_fc.formats.legacy.rank_files import (
@@ -49,7 +50,7 @@ from paddleformers_fc.formats.legacy.rank_files import (
     unsupported_experts,
 )
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.stock_run import ARGUMENTS, COPY_AGAIN_STEP, SCHEDULER, different_steps, malformed_file
+from paddleformers_fc.formats.stock_run import ARGUMENTS, SCHEDULER, different_steps, malformed_file
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
     MASTER,
@@ -61,7 +62,7 @@ from paddleformers_fc.layout.roles import (
 )
 from paddleformers_fc.mapping.boxes import Box, Shape, shifted, whole
 from paddleformers_fc.storage.dtypes import dtype_size
-from paddleformers_fc.storage.files import is_directory, is_file, list_directory
+from paddleformers_fc.storage.files import is_file
 from paddleformers_fc.storage.identities import identities_of
 from paddleformers_fc.storage.json_io import MAX_DOCUMENT_BYTES, parse_json, read_document
 from paddleformers_fc.storage.paths import AnyPath, require_local
@@ -161,7 +162,7 @@ def _check_steps_equal(directory: Path, contents: Mapping[str, RankContent]) -> 
     if (epoch := scheduler_epoch(directory)) is not None and epochs:
         epochs[SCHEDULER] = epoch
     if len(set(epochs.values())) > 1:
-        raise different_steps(directory, fold(f"{name}: step {epoch}" for name, epoch in sorted(epochs.items())))
+        raise different_steps(directory, (f"{name}: step {epoch}" for name, epoch in sorted(epochs.items())))
 
 
 def _described(directory: Path, files: RankFiles) -> RankFiles:
@@ -178,15 +179,10 @@ def _described(directory: Path, files: RankFiles) -> RankFiles:
         raise malformed_file(path, str(error)) from error
     tp, shards = files.tp, files.sharding
     if grid != [tp, files.pp, shards]:
-        raise Corrupt(
-            f"{META_NAME} and the files of {directory} have different numbers of ranks.",
-            where=str(path),
-            evidence=[
-                f"{META_NAME}: tp={grid[0]} pp={grid[1]} sharding={grid[2]} ep={experts}",
-                f"files: tp={tp} pp={files.pp} sharding={shards}",
-            ],
-            next_step=COPY_AGAIN_STEP,
-        )
+        described_grid = f"{META_NAME}: tp={grid[0]} pp={grid[1]} sharding={grid[2]} ep={experts}"
+        grid_of_files = f"files: tp={tp} pp={files.pp} sharding={shards}"
+        what = f"{META_NAME} and the files of {directory} have different numbers of ranks."
+        raise damaged(path, what, [described_grid, grid_of_files])
     if not isinstance(described, dict):
         raise malformed_file(path, "sharding_metas is not an object")
     if experts > 1 and not (divides_experts(tp, shards, experts) and of_experts * experts == tp * shards):
@@ -512,9 +508,7 @@ def _is_sharding_io(directory: AnyPath) -> bool:
 
 def _has_rank_files(directory: AnyPath, has_meta: bool) -> bool:
     """Return whether there are rank files: optimizer files, or weight files in a directory without open weights."""
-    if not isinstance(directory, Path) or not is_directory(directory):
-        return False
-    names = {path.name for path in list_directory(directory)}
+    names = local_files(directory)
     if (META_NAME in names) is not has_meta:
         return False
     if any(is_rank_file(name, OPTIMIZER, EMA) for name in names):

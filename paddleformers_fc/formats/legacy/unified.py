@@ -30,11 +30,12 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from paddleformers_fc.errors import Corrupt, FormatError, MappingError
+from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import enumerate_tensors, family_for, is_known
 from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.formats import stock_checkpoint as stock
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, Format, OpenedCheckpoint, StoredShard
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, Format, OpenedCheckpoint, StoredShard, local_files
+from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.formats.huggingface import indexed_files, read_files
 from paddleformers_fc.formats.legacy.rank_files import (
     EMA,
@@ -47,14 +48,14 @@ from paddleformers_fc.formats.legacy.rank_files import (
 )
 from paddleformers_fc.formats.legacy.rank_shards import Assembly, StageFiles
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
-from paddleformers_fc.formats.stock_run import COPY_AGAIN_STEP, removes_masters
+from paddleformers_fc.formats.stock_run import removes_masters
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.mapping import Shape
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
-from paddleformers_fc.storage.files import is_directory, list_directory, open_local, read_range
+from paddleformers_fc.storage.files import list_directory, open_local, read_range
 from paddleformers_fc.storage.paths import AnyPath, require_local
 from paddleformers_fc.storage.safetensors import Header
-from paddleformers_fc.text import count_text, fold
+from paddleformers_fc.text import count_text
 
 _WEIGHTS, _STATES, _MASTERS = "model", "optimizer", "master_weights"
 _KINDS = (_WEIGHTS, _STATES, _MASTERS)
@@ -135,12 +136,8 @@ def _check_only_ours(directory: Path, names: Sequence[str]) -> None:
     check_one_checkpoint(directory, mixed)
     unmerged = [name for name in names if _UNMERGED.fullmatch(name)]
     if unmerged:
-        raise FormatError(
-            f"{directory} contains unmerged files of optimizer states.",
-            where=str(directory),
-            evidence=fold(unmerged),
-            next_step="Resume it with PaddleFormers, and save it without ignore_merge_optimizer.",
-        )
+        next_step = "Resume it with PaddleFormers, and save it without ignore_merge_optimizer."
+        raise malformed(directory, f"{directory} contains unmerged files of optimizer states.", unmerged, next_step)
 
 
 def _files(directory: Path, kind: str, names: Sequence[str]) -> dict[str, list[str]]:
@@ -159,9 +156,7 @@ def _files(directory: Path, kind: str, names: Sequence[str]) -> dict[str, list[s
     elif single in own:
         files = {single: []}
     elif numbered:
-        raise Corrupt(
-            f"{directory} has no {index}.", where=str(directory), evidence=numbered[:8], next_step=COPY_AGAIN_STEP
-        )
+        raise damaged(directory, f"{directory} has no {index}.", numbered[:8])
     else:
         return {}
     others = [name for name in own if name not in files]
@@ -187,12 +182,10 @@ def _check_no_masters_as_weights(directory: Path, config: Mapping[str, Any], wei
     """Check that weight files do not contain the master weights of a 16-bit model."""
     declared = config.get("dtype") or config.get("torch_dtype")
     if declared in _HALF and {own[0].dtype for own in weights.values()} == {MASTER.dtype} and not masters:
-        raise FormatError(
-            f"The weight files in {directory} contain master weights.",
-            where=str(directory),
-            evidence=[f"all are {MASTER.dtype}, {CONFIG_NAME} has {declared}, and there are no master weights"],
-            next_step="Resume it with PaddleFormers, and save it without skip_save_model_weight.",
-        )
+        what = f"The weight files in {directory} contain master weights."
+        dtypes = f"all are {MASTER.dtype}, {CONFIG_NAME} has {declared}, and there are no master weights"
+        next_step = "Resume it with PaddleFormers, and save it without skip_save_model_weight."
+        raise malformed(directory, what, [dtypes], next_step)
 
 
 @dataclass(frozen=True)
@@ -224,14 +217,9 @@ class _Orientation:
         decided = self._decided()
         unproved = [f"{name}: {why}" for name, why in decided.items() if isinstance(why, str)]
         if unproved:
-            raise FormatError(
-                f"The orientation of {count_text(len(unproved), 'weight')} in {self.directory} cannot be proved.",
-                where=str(self.directory),
-                evidence=fold(unproved),
-                next_step="Resume the checkpoint with PaddleFormers, and save it with save_to_hf: false."
-                if self.config
-                else stock.NAME_CONFIG,
-            )
+            what = f"The orientation of {count_text(len(unproved), 'weight')} in {self.directory} cannot be proved."
+            save_again = "Resume the checkpoint with PaddleFormers, and save it with save_to_hf: false."
+            raise malformed(self.directory, what, unproved, save_again if self.config else stock.NAME_CONFIG)
         return {name: one for name, one in decided.items() if isinstance(one, bool)}
 
     def _decided(self) -> dict[str, bool | str]:
@@ -390,9 +378,7 @@ def _leaf(name: str) -> str:
 
 def _is_unified(directory: AnyPath) -> bool:
     """Return whether there are safetensors files of optimizer states or master weights, or an index of them."""
-    if not isinstance(directory, Path) or not is_directory(directory):
-        return False
-    return any(_is_of_states(path.name) for path in list_directory(directory))
+    return any(map(_is_of_states, local_files(directory)))
 
 
 def _is_of_states(name: str) -> bool:
