@@ -32,6 +32,7 @@ from typing import Any
 
 from msgspec import structs
 
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families.declarations import (
     DIVIDED,
     FLEET as FLEET,
@@ -161,6 +162,10 @@ def same(
         stage: the pipeline stage, for tensors outside of layers.
         trained: whether an optimizer updates them.
     """
+    if len(names) > 1 and (file or fleet):
+        raise _misuse(f"{', '.join(names)} cannot share one other name.", "Declare each tensor by itself.")
+    if not isinstance(shape, tuple):
+        raise _misuse(f"{names[0]}: shape {shape!r} is not a tuple.", 'Pass the size of every axis: ("head",).')
     kinds: list[tuple[str, str, ModelClass | None]] = [(name, name, FORMERS if fleet else None) for name in names]
     kinds += [(fleet, names[0], FLEET)] if fleet else []
     return tuple(
@@ -441,12 +446,18 @@ def experts(
 
     Args:
         scope: the scope of a single expert, with ``{expert}``.
-        single: its layers, named relative to it: :func:`gate_up` and :func:`row`.
+        single: its layers, named relative to it: :func:`gated`, or :func:`gate_up` and :func:`row`.
         file: the scope in files, if it differs.
         formers: the layers of a single expert in PaddleFormers' class, if they differ.
     """
     one, others = layer(scope, *single, file=file), layer(scope, formers, file=file)
-    up, down = (each for each in one if each.target.endswith(".weight"))
+    weights = [each for each in one if each.target.endswith(".weight")]
+    if len(weights) != 2 or "{expert}" not in scope:
+        raise _misuse(
+            f"{scope}: experts need {{expert}} in their scope and two layers, gate and up fused and then down.",
+            "Declare the layers of a single expert with gated.",
+        )
+    up, down = weights
     fused = (*stacked("mlp.experts.gate_up_proj", up), *stacked("mlp.experts.down_proj", down))
     grouped = tuple((f"mlp.grouped_gemm_experts.weight{number}", each) for number, each in ((1, up), (2, down)))
     first, second = (stacked(name, _as_stored(each)) for name, each in grouped)
@@ -677,8 +688,17 @@ def _parts(groups: Group) -> Iterator[Part]:
 def _all(groups: Group) -> Iterator[Statement]:
     for one in _parts(groups):
         if not isinstance(one, Statement):
-            raise TypeError(f"{one} belongs to the family itself, and not into scopes, conditions and towers")
+            raise _misuse(
+                f"{type(one).__name__} is no statement of a tensor.",
+                "Pass results of functions of this module, or tuples of them; ends, tied and optional belong to the "
+                "family.",
+            )
         yield one
+
+
+def _misuse(what: str, next_step: str) -> OptionError:
+    """Return the error about an argument of these functions."""
+    return OptionError(what, where="declaration of a family", next_step=next_step)
 
 
 def _only(conditions: Conditions, groups: Group) -> Statements:

@@ -23,7 +23,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pkgutil import iter_modules
 from typing import Any
 
-from paddleformers_fc.errors import FlexError, MappingError
+from paddleformers_fc.errors import FlexError, MappingError, OptionError
 from paddleformers_fc.families import models
 from paddleformers_fc.families.bind import bind
 from paddleformers_fc.families.declarations import FLEET, FORMERS, NUMBER, PLACEHOLDER, Family
@@ -193,18 +193,25 @@ def is_known(config: Mapping[str, Any]) -> bool:
 
 
 def register(
-    family: Family, model: ModelDescription | None = None, header: Mapping[str, Sequence[int]] | None = None
+    family: Family, config: Mapping[str, Any] | None = None, header: Mapping[str, Sequence[int]] | None = None
 ) -> None:
     """Prove a family on its tiny configuration, and register it in this process.
 
     Args:
         family: the family.
-        model: a model with open weights, to also compare the declaration with them.
+        config: the configuration of open weights, to also compare the declaration of every class with them.
         header: the shapes of these open weights by name.
     Raises:
         MappingError: the proof fails, the open weights have different tensors, or another family declares the
             ``model_type``.
+        OptionError: only one of configuration and header is given.
     """
+    if (config is None) != (header is None):
+        raise OptionError(
+            "Open weights are compared by their configuration and their header, and one of them is missing.",
+            where="header" if header is None else "config",
+            next_step="Pass both, or neither.",
+        )
     if _registered.get(family.name, family) is not family:
         raise MappingError(
             f"Family {family.name} cannot be registered.",
@@ -212,8 +219,8 @@ def register(
             next_step="Choose another model_type; it belongs to one family.",
         )
     prove_family(family)
-    if model is not None and header is not None:
-        require_header(family, model, header)
+    for model in [] if config is None else _models(family, config):
+        require_header(family, model, header or {})
     _registered[family.name] = family
 
 
@@ -245,13 +252,16 @@ def require_header(family: Family, model: ModelDescription, header: Mapping[str,
 
 def tiny_models(family: Family) -> list[ModelDescription]:
     """Describe the tiny model of a family in each of its classes: PaddleFleet, PaddleFormers, PaddleNLP."""
-    config = {"model_type": family.name, **family.defaults, **family.tiny}
-    keys = family_keys(family)
-    kinds = (True, False) if IS_FLEET in keys else (None,)
-    models = [ModelDescription(config, is_fleet) for is_fleet in kinds]
-    if IS_NLP in keys:
-        models.append(ModelDescription({**config, IS_NLP: True}, kinds[-1]))
+    models = _models(family, {"model_type": family.name, **family.defaults, **family.tiny})
+    if IS_NLP in family_keys(family):
+        models.append(ModelDescription({**models[-1].config, IS_NLP: True}, models[-1].is_fleet))
     return models
+
+
+def _models(family: Family, config: Mapping[str, Any]) -> list[ModelDescription]:
+    """Describe a model in every class of a family of PaddleFleet and PaddleFormers."""
+    kinds = (True, False) if IS_FLEET in family_keys(family) else (None,)
+    return [ModelDescription(dict(config), is_fleet) for is_fleet in kinds]
 
 
 def family_classes(family: Family) -> list[str]:
@@ -274,7 +284,15 @@ def prove_family(family: Family) -> int:
 
 
 def _prove(family: Family, model: ModelDescription) -> int:
-    tensors = list(enumerate_tensors(family, model))
+    try:
+        tensors = list(enumerate_tensors(family, model))
+    except MappingError as error:
+        raise MappingError(
+            error.what,
+            where=f"tiny configuration of family {family.name}",
+            evidence=error.evidence,
+            next_step="Add the key to tiny or defaults of the family, or correct its sizes.",
+        ) from error
     if not tensors:
         raise MappingError(
             f"Family {family.name} declares no tensor under its tiny configuration.",

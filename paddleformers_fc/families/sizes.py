@@ -195,12 +195,13 @@ class Sizes:
         return value
 
     def _error(self, size: Size, reason: str) -> MappingError:
-        keys = sorted(key for _, key in self.keys(size))
+        keys = sorted({key for _, key in self.keys(size)})
         return MappingError(
             f"`{text_of(size)}` {reason}.",
             where="config.json",
             evidence=[] if keys == [size] else [f"it is read from {', '.join(keys)}"],
-            next_step="Complete the configuration, or the family's sizes and defaults.",
+            next_step="Complete the configuration (`architectures` names the model's class), or the family's sizes and "
+            "defaults.",
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from paddleformers_fc.errors import MappingError
+from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import Family, ModelTensor, bind, enumerate_tensors, language as lang
 from paddleformers_fc.families.sizes import OneOf, Size, Sizes
 from paddleformers_fc.mapping import prove
@@ -14,9 +16,21 @@ from tests.families.spaces import BY_NAME, model_of, settings, tensors
 from tests.harness.work import calls
 
 
-def test_a_part_of_the_family_itself_is_refused_in_a_scope() -> None:
-    with pytest.raises(TypeError, match="belongs to the family itself"):
-        lang.layer("model", lang.ends("embed_tokens", "norm", "lm_head"))
+@pytest.mark.parametrize(
+    ("declare", "what"),
+    [
+        (lambda: lang.layer("model", lang.ends("embed_tokens", "norm", "lm_head")), "TiedName is no statement"),
+        (lambda: lang.layer("model", [lang.same("norm.weight")]), "list is no statement"),
+        (lambda: lang.same("norm.weight", shape="head"), "shape 'head' is not a tuple"),
+        (lambda: lang.same("a.weight", "b.weight", fleet="c.weight"), "a.weight, b.weight cannot share one other name"),
+        (lambda: lang.experts("mlp.experts", lang.gated("a", "b", "c", "d")), "need {expert} in their scope"),
+        (lambda: lang.experts("mlp.{expert}", lang.mlp("a", "b", "c")), "gate and up fused and then down"),
+    ],
+)
+def test_a_misused_verb_is_an_error_with_a_next_step(declare: Callable[[], object], what: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(what)) as caught:
+        declare()
+    assert caught.value.next_step
 
 
 def test_a_stack_with_other_axes_than_are_declared_is_refused() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from paddleformers_fc.errors import MappingError
-from paddleformers_fc.families import OptionalNames, bind, enumerate_tensors, family_for, register
+from paddleformers_fc.errors import MappingError, OptionError
+from paddleformers_fc.families import OptionalNames, bind, enumerate_tensors, family_for, language, register
 from paddleformers_fc.mapping import prove
 from tests.families.spaces import model_of
 from tests.mapping.numbers import moved, numbered
@@ -134,14 +134,26 @@ def test_experts_that_a_newer_paddle_saves_on_an_axis_of_their_own_are_the_same_
 
 def test_a_declaration_is_compared_with_the_header_of_open_weights() -> None:
     config, header = settings("qwen3_vl, tied", is_fleet=False), stored("qwen3_vl, tied")
-    family, model = family_for(config), model_of(config)
-    register(family, model, {**header, "lm_head.weight": [64, 32]})
+    family = family_for(config)
+    register(family, config, {**header, "lm_head.weight": [64, 32]})
     norm, layer = "model.language_model.norm.weight", "model.language_model.layers.0.input_layernorm.weight"
     other = {**{name: shape for name, shape in header.items() if name != norm}, layer: [16], "strange.weight": [1]}
     with pytest.raises(MappingError) as caught:
-        register(family, model, other)
+        register(family, config, other)
     assert list(caught.value.evidence) == [
         f"{norm}: declared, not in the weights",
         "strange.weight: in the weights, not declared",
         f"{layer}: declared with shape [32], [16] in the weights",
     ]
+    with pytest.raises(OptionError, match="one of them is missing"):
+        register(family, header=header)
+
+
+@pytest.mark.parametrize("only", [language.FLEET, language.FORMERS])
+def test_every_class_of_a_family_is_compared_with_open_weights(only: language.ModelClass) -> None:
+    norm, config = language.same("model.norm.weight"), {"hidden_size": 8}
+    other = language.of_class(only, language.same("model.other.weight"))
+    classes = (language.FLEET, language.FORMERS)
+    family = language.family("of two classes", norm, other, classes=classes, tiny={"hidden_size": 8})
+    with pytest.raises(MappingError, match=r"model\.other\.weight: in the weights, not declared"):
+        register(family, config, {"model.norm.weight": [8], "model.other.weight": [8]})
