@@ -138,6 +138,14 @@ class Channel(Protocol):
             to: the only rank that needs the maximum; None if all do.
         """
 
+    def share(self, arrays: Mapping[int, Bytes]) -> dict[int, Bytes]:
+        """Return an array of each of some ranks, on every rank. Every rank must call.
+
+        Args:
+            arrays: this rank's array, and zeros of the same length for those of the others, by rank, in the same order
+                on all ranks. All are writable, and undefined afterwards.
+        """
+
 
 class ConsistencyFacts(Protocol):
     """Facts that must be equal on every rank of an operation."""
@@ -188,6 +196,10 @@ class LocalChannel:
         """Return the array."""
         return array
 
+    def share(self, arrays: Mapping[int, Bytes]) -> dict[int, Bytes]:
+        """Return the arrays."""
+        return dict(arrays)
+
 
 ALONE = LocalChannel()
 """The channel of one process. It has no state, so it is shared."""
@@ -207,6 +219,10 @@ class CollectiveChannel:
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
         """Return the maximum of an array over all ranks, as :meth:`Channel.unite`."""
         raise NotImplementedError
+
+    def share(self, arrays: Mapping[int, Bytes]) -> dict[int, Bytes]:
+        """Return an array of each of some ranks by a broadcast from each, as :meth:`Channel.share`."""
+        return {rank: self.unite(array, rank, None) for rank, array in arrays.items()}
 
     def gather(
         self, doing: str, payload: bytes, head: bytes = NO_HEAD, to: int | None = None, marks: Bytes = NO_MARKS

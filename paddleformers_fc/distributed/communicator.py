@@ -321,6 +321,15 @@ class Communicator:
         with self._guard("exchanging tensors"):
             return self._channel.unite(array, source, to)
 
+    def share(self, arrays: Mapping[int, Bytes]) -> dict[int, Bytes]:
+        """Return an array of each of some ranks, on every rank.
+
+        Raises:
+            PeerError: see :meth:`.Liveness.guard`.
+        """
+        with self._guard("exchanging tensors"):
+            return self._channel.share(arrays)
+
     @contextlib.contextmanager
     def _guard(self, doing: str) -> Iterator[None]:
         with self.liveness.guard(doing) if self.liveness else contextlib.nullcontext():

@@ -572,23 +572,20 @@ def _unite_round(
     channel: Channel, pieces: Sequence[TransferPiece], own: Sequence[Array]
 ) -> list[tuple[TransferPiece, Array]]:
     """Return all pieces of a round on every rank, like :func:`.exchange_round`. Every rank must call."""
-    sizes: dict[int, int] = {}
+    held: dict[int, list[TransferPiece]] = {}
     for piece in pieces:
-        sizes[piece.move.owner] = sizes.get(piece.move.owner, 0) + piece.size
+        held.setdefault(piece.move.owner, []).append(piece)
+    sizes = {owner: sum(piece.size for piece in theirs) for owner, theirs in held.items()}
     mine = np.concatenate([array.reshape(-1).view(np.uint8) for array in own]) if own else np.empty(0, np.uint8)
-    if len(sizes) <= MAX_BROADCASTS:
-        parts = {
-            owner: channel.unite(mine if owner == channel.rank else np.empty(size, np.uint8), owner, None)
-            for owner, size in sizes.items()
-        }
+    if len(held) <= MAX_BROADCASTS:
+        arrays = {owner: mine if owner == channel.rank else np.zeros(size, np.uint8) for owner, size in sizes.items()}
+        parts = channel.share(arrays)
     else:
         parts = _united(channel, mine, sizes)
-    return [
-        found
-        for owner, part in parts.items()
-        for theirs in [[piece for piece in pieces if piece.move.owner == owner]]
-        for found in zip(theirs, unpacked(part, theirs), strict=True)
-    ]
+    found: list[tuple[TransferPiece, Array]] = []
+    for owner, theirs in held.items():
+        found.extend(zip(theirs, unpacked(parts[owner], theirs), strict=True))
+    return found
 
 
 def _united(channel: Channel, mine: Array, sizes: Mapping[int, int]) -> dict[int, Array]:
