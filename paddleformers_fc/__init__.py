@@ -7,7 +7,19 @@ is fast and works without Paddle.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # Type checkers do not see what __getattr__ imports.
+    from paddleformers.trainer import Trainer as FlexTrainer
+
+    from paddleformers_fc.api import Checkpoint, open
+    from paddleformers_fc.layout.roles import register_optimizer
+    from paddleformers_fc.trainer.ema_weights import averaged_weights, save_ema
+    from paddleformers_fc.trainer.entry import FlexTrainerMixin, FlexTrainingArguments, install
+    from paddleformers_fc.trainer.loop import load, save
+    from paddleformers_fc.trainer.pretrained import load_open_weights
+    from paddleformers_fc.trainer.session import FlexCheckpointCallback
+    from paddleformers_fc.trainer.streaming import stream
 
 __version__ = "0.1.0"
 
@@ -49,6 +61,10 @@ __all__ = [
     "save_ema",
     "stream",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_PACKAGES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from os import PathLike
 from types import MappingProxyType
 from typing import Any
@@ -57,7 +58,7 @@ from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import RemotePath, parse_named, parse_target
-from paddleformers_fc.text import natural
+from paddleformers_fc.text import count_text, natural, size_text
 
 Location = str | PathLike[str] | RemotePath
 """A path, or a URL such as ``s3://bucket/run/checkpoint-3``."""
@@ -125,7 +126,19 @@ class Checkpoint:
         self._opened = opened
 
     def __repr__(self) -> str:
-        return f"Checkpoint({str(self._opened.catalog.root)!r}, format={self._opened.format.name!r})"
+        found = self.metadata
+        step = "" if found.job is None else f" step={found.job.step}"
+        tensors = count_text(sum(one.tensors for one in found.roles.values()), "tensor")
+        return f"<Checkpoint {found.path} format={found.format}{step}: {tensors}, {size_text(found.bytes)}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the roles, which notebooks show."""
+        rows = [("role", "tensors", "elements", "bytes", "dtypes")]
+        for role, facts in self.metadata.roles.items():
+            numbers = f"{facts.tensors:,}", f"{facts.elements:,}", size_text(facts.bytes)
+            rows.append((role, *numbers, ", ".join(facts.dtypes)))
+        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+        return f"<p>{escape(repr(self))}</p><table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
     @cached_property
     def _source(self) -> ReadSource:

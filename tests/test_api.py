@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -268,3 +270,40 @@ def test_an_export_or_a_conversion_onto_a_file_says_that_it_is_one(saved: Path, 
 def test_a_plan_of_too_many_ranks_is_refused_at_once(saved: Path) -> None:
     with pytest.raises(OptionError, match="too many ranks: 100000000"):
         paddleformers_fc.open(saved / "four").plan("dp=100000000")
+
+
+def test_a_checkpoint_describes_itself_in_a_line_and_in_a_table(tmp_path: Path) -> None:
+    checkpoint = paddleformers_fc.open(save(tmp_path / "out/<b>", canonical()))
+    facts = checkpoint.metadata
+    assert repr(checkpoint).startswith(f"<Checkpoint {facts.path} format=flex_checkpoint step={facts.job.step}: ")
+    assert "\n" not in repr(checkpoint)
+    table = checkpoint._repr_html_()
+    assert "<b>" not in table
+    for role, one in facts.roles.items():
+        assert f"<tr><td>{role}</td><td>{one.tensors:,}</td><td>{one.elements:,}</td>" in table
+
+
+def test_the_package_lists_its_names() -> None:
+    assert set(paddleformers_fc.__all__) <= set(dir(paddleformers_fc))
+
+
+TYPES = {
+    'open("x")': "paddleformers_fc.api.Checkpoint",
+    "Checkpoint": "def (opened: paddleformers_fc.formats.checkpoint.OpenedCheckpoint)",
+    "save": "def (directory: str | os.PathLike[str]",
+    "load": "def (directory: str | os.PathLike[str]",
+    "stream": "def (model: Any, *, names: typing.Sequence[str] | None",
+    "FlexTrainingArguments": "def (*generated_args: Any, flex_checkpoint: bool",
+}
+
+
+@pytest.mark.slow
+def test_a_type_checker_resolves_the_public_names(tmp_path: Path) -> None:
+    code = "".join(f"reveal_type(paddleformers_fc.{expression})\n" for expression in TYPES)
+    (tmp_path / "code.py").write_text(f"import paddleformers_fc\n{code}")
+    (tmp_path / "mypy.ini").write_text("[mypy]\nfollow_imports = silent\nignore_missing_imports = true\n")
+    given = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-incremental", "code.py"]
+    paths = {**os.environ, "MYPYPATH": str(Path(paddleformers_fc.__file__).parents[1])}
+    found = subprocess.run(given, cwd=tmp_path, env=paths, capture_output=True, text=True).stdout.splitlines()
+    for expected, line in zip(TYPES.values(), found[:-1], strict=True):
+        assert f'Revealed type is "{expected}' in line

@@ -10,13 +10,39 @@ from __future__ import annotations
 import functools
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paddle.distributed import ShardedWeight
 
 from paddleformers_fc import upstream
 from paddleformers_fc.upstream import LIBRARY
 from paddleformers_fc.upstream.hooks import LIBRARIES, MODELS, PADDLENLP, TRAINERS
+
+if TYPE_CHECKING:  # Type checkers do not see what __getattr__ imports.
+    from paddleformers.generation import GenerationConfig as GenerationConfig
+    from paddleformers.peft import LoRAConfig as LoRAConfig, LoRAModel as LoRAModel
+    from paddleformers.quantization.quantization_config import QuantizationConfig as QuantizationConfig
+    from paddleformers.trainer import (
+        PdArgumentParser as PdArgumentParser,
+        Trainer as Trainer,
+        TrainerCallback as TrainerCallback,
+        TrainerState as TrainerState,
+        TrainingArguments as TrainingArguments,
+    )
+    from paddleformers.trainer.trainer import (
+        PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR,
+        ShardingOption as ShardingOption,
+    )
+    from paddleformers.trainer.utils.offload_optimizer import offload as offload
+    from paddleformers.transformers import PretrainedConfig as PretrainedConfig, PretrainedModel as PretrainedModel
+    from paddleformers.transformers.configuration_utils import LlmMetaConfig as LlmMetaConfig
+    from paddleformers.transformers.model_utils import get_parameter_dtype as get_parameter_dtype
+    from paddleformers.utils.batch_sampler import (
+        DistributedBatchSampler as DistributedBatchSampler,
+        MappingBatchSampler as MappingBatchSampler,
+        MappingDistributedBatchSampler as MappingDistributedBatchSampler,
+    )
+    from paddleformers.utils.log import logger as logger
 
 NAME, HOOKS = LIBRARIES[LIBRARY].name, TRAINERS[LIBRARY]
 IS_PADDLENLP = LIBRARY == PADDLENLP

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.distributed.communicator import Communicator, job_communicator
@@ -53,6 +53,9 @@ from paddleformers_fc.trainer.rank_records import RECORDS, update_record
 from paddleformers_fc.trainer.resume import Choice
 from paddleformers_fc.trainer.tiers import Tier
 from paddleformers_fc.trainer.uploads import Uploads
+
+if TYPE_CHECKING:  # It imports this module.
+    from paddleformers_fc.trainer.async_save import Saver
 
 ATTENDED = "_flex_attended"
 """The attribute that marks training arguments whose Trainer uses this package."""
@@ -339,7 +342,7 @@ class Session:
         position: tracks the position in the data.
         barrier: the pending reads of live tensors, for which the next update waits.
         agreement: the agreement of the ranks at step ends.
-        saver: the :class:`.async_save.Saver`, whose module imports this one.
+        saver: saves checkpoints.
         average: the moving average of the weights; None without one.
         uploads: uploads checkpoints; None without ``flex_upload``.
         receive: the function of ``flex_stream``, on the first rank; None without it.
@@ -357,7 +360,7 @@ class Session:
     position: PositionTracker
     barrier: UpdateBarrier
     agreement: StepAgreement
-    saver: Any
+    saver: Saver
     average: MovingAverage | None = None
     uploads: Uploads | None = None
     receive: Callable[[int, Any], object] | None = None
@@ -438,7 +441,7 @@ def channel_of(args: Any) -> Channel:
     return job_communicator(args.flex_timeout)
 
 
-def new_session(trainer: Any, barrier: UpdateBarrier, saver: Any) -> Session:
+def new_session(trainer: Any, barrier: UpdateBarrier, saver: Saver) -> Session:
     """Return a new session for a Trainer."""
     channel = channel_of(trainer.args)
     agreement = StepAgreement(channel, channel.liveness if isinstance(channel, Communicator) else None)
