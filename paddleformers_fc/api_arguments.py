@@ -24,7 +24,7 @@ class Kind(msgspec.Struct, frozen=True):
     """The valid values of an argument.
 
     Args:
-        expected: the end of a sentence that begins with "Give".
+        expected: a noun phrase, such as "a whole number", used after "Give" and after "is not".
         accepts: whether a value is valid.
     """
 

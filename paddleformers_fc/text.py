@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 # Longer numbers are not indices. The limit also keeps them within what Python converts to an int.
-_INDEX = re.compile(r"(?<=\.)[0-9]{1,18}(?=\.)")
+_INDEX = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,17})(?=\.)")
 _HOLE = "\0"
 
 
@@ -65,7 +65,7 @@ def fold(lines: Iterable[str], limit: int = 200) -> list[str]:
     line; other groups stay unfolded. Linear in the lines, which keep the order of first appearance.
 
     Args:
-        lines: any text; only numbers between two dots are folded.
+        lines: any text; only numbers between two dots and without leading zeros are folded.
         limit: the maximum number of lines; a last line counts the omitted ones.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}

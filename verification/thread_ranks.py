@@ -16,6 +16,9 @@ from paddleformers_fc.cpu_runtime.ranks import PATIENCE_SECONDS
 from paddleformers_fc.distributed.channel import Bytes, CollectiveChannel, Payload
 from paddleformers_fc.errors import FlexError
 
+_UNDEFINED = 0xA5
+"""A byte of arrays whose elements are undefined after an exchange."""
+
 
 @dataclass
 class Hub:
@@ -75,8 +78,11 @@ class ThreadChannel(CollectiveChannel):
     def unite(self, array: Bytes, source: int | None, to: int | None) -> Bytes:
         """Return the maximum over all ranks."""
         self.sizes.append(array.size)
+        assert array.flags.writeable
+        assert array.flags.c_contiguous
         united: Bytes = np.maximum.reduce([given for _, given in self._meet("exchange", array.copy())])
-        return united
+        array[:] = _UNDEFINED  # A real channel exchanges in place.
+        return united if to in (None, self.rank) else array
 
     def all_to_all(self, outgoing: Mapping[int, Bytes], sizes: Mapping[int, int]) -> dict[int, Bytes]:
         """Return what some ranks send to this one; ranks that disagree on the sizes fail."""

@@ -36,7 +36,7 @@ from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, SAVED_ON_SIGNA
 from paddleformers_fc.errors import FlexError, OptionError, StorageError
 from paddleformers_fc.storage import files
 from paddleformers_fc.storage.commit import is_name_taken
-from paddleformers_fc.storage.paths import expand_user, parse_step, require_local
+from paddleformers_fc.storage.paths import expand_user, parse_hidden, parse_step, require_local
 from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.options import FIELD_NAMES, save_signal
@@ -411,8 +411,10 @@ def _resume_advice(job: TrainingJob) -> str | None:
         return None
     if newest is None:
         return "run the same command again; it starts a new run, because there is no finished checkpoint"
+    hidden = parse_hidden(newest)
+    step = parse_step(hidden[0] if hidden else newest)
     added = f" with {' '.join(job.resume_overrides)}" if job.resume_overrides else ""
-    return f"run the same command again{added}; it resumes at step {parse_step(newest)}"
+    return f"run the same command again{added}; it resumes at step {step}"
 
 
 def _report(result: JobOutcome) -> str | None:

@@ -86,7 +86,9 @@ class JobOutcome:
         return failed if failed >= 0 else 128 - failed
 
     def report(self) -> str:
-        """Return the last lines of every failed rank's log; after a timeout, of all logs."""
+        """Return the last lines of every failed rank's log (after a timeout, of all), or the codes without logs."""
+        if not self.logs:
+            return f"codes by rank: {', '.join(map(str, self.returncodes))}"
         ended = enumerate(zip(self.returncodes, self.logs, strict=True))
         return "\n".join(f"--- rank {rank} (code {code}): {log}\n{tail(log)}" for rank, (code, log) in ended if code)
 

@@ -133,7 +133,8 @@ class Channel(Protocol):
         """Return the element-wise maximum of an array over all ranks. Every rank must call.
 
         Args:
-            array: this rank's array, writable, equally long on all ranks; its elements are undefined afterwards.
+            array: this rank's array, writable and contiguous, equally long on all ranks; its elements are undefined
+                afterwards.
             source: the only rank whose array is not zero; None if there may be several.
             to: the only rank that needs the maximum; None if all do.
         """
@@ -143,7 +144,7 @@ class Channel(Protocol):
 
         Args:
             arrays: this rank's array, and zeros of the same length for those of the others, by rank, in the same order
-                on all ranks. All are writable, and undefined afterwards.
+                on all ranks. All are writable and contiguous, none is empty, and all are undefined afterwards.
         """
 
 
@@ -315,7 +316,8 @@ class PaddleChannel(CollectiveChannel):
         import paddle.distributed as dist
 
         # Each rank also sends itself one byte, because not every backend supports a collective of zero bytes.
-        parts = {**outgoing, self.rank: np.zeros(1, np.uint8)}
+        own = [outgoing[self.rank]] if self.rank in outgoing else []
+        parts = {**outgoing, self.rank: np.concatenate([*own, np.zeros(1, np.uint8)])}
         coming = [sizes.get(rank, 0) + (rank == self.rank) for rank in self._ranks]
         arrived: Bytes = np.empty(sum(coming), np.uint8)
         target = _tensor_of(arrived, is_sent=False)

@@ -295,7 +295,7 @@ def read_redistributed(
         messages, (done, failure) = gather_and_keep(channel, f"reading {storage.root.name}", fill, FillMessage)
         raise_faults(storage.root, channel, messages, storage.recorded.next_step, failure)
     except FlexError as error:
-        what = f"{error.what} The tensors that were being filled are undefined."
+        what = f"{error.what.rstrip('.')}. The tensors that were being filled are undefined."
         raise type(error)(what, where=error.where, evidence=error.evidence, next_step=error.next_step) from error
     return structs.replace(done, slowest=slowest_of("read", [one.seconds for one in messages]))
 
@@ -509,7 +509,9 @@ def fill_piece(buffer: Array, item: ReadItem, piece: TransferPiece, array: Array
     first = item.start * width
     first += sum(low * stride for low, stride in zip(item.part.lo, row_major(item.shape, width), strict=True))
     view: Array = np.ndarray(item.stored.part.shape, buffer.dtype, memory, first, item.target_strides(width))
-    copy_tiled(view[part].squeeze(), array.squeeze(), np.empty(SCRATCH_BYTES, np.uint8), where)
+    target = view[part or ...].squeeze()  # The index () would copy a number without axes.
+    scratch = np.empty(SCRATCH_BYTES if target.ndim > 1 else 0, np.uint8)
+    copy_tiled(target, array.squeeze(), scratch, where)
 
 
 def exchange_round(

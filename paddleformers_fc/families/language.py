@@ -314,9 +314,9 @@ def separate(fused: Statements) -> Statements:
             found.append(one)
             continue
         geometry = Geometry.LINEAR if len(one.shape) == 2 else Geometry.SAME
+        alone = structs.replace(one, geometry=geometry, parts=(), groups=1, siblings=())
         for source, size in zip(one.sources, outputs, strict=True):
-            part = Statement(source, (source,), geometry, shape=(*one.shape[:-1], size), cut=one.cut, where=one.where)
-            found.append(part)
+            found.append(structs.replace(alone, target=source, sources=(source,), shape=(*one.shape[:-1], size)))
     return tuple(found)
 
 
@@ -452,7 +452,8 @@ def experts(
     """
     one, others = layer(scope, *single, file=file), layer(scope, formers, file=file)
     weights = [each for each in one if each.target.endswith(".weight")]
-    if len(weights) != 2 or "{expert}" not in scope:
+    is_fused = [each.geometry is Geometry.FUSED_FFN for each in weights]
+    if is_fused != [True, False] or "{expert}" not in scope:
         raise _misuse(
             f"{scope}: experts need {{expert}} in their scope and two layers, gate and up fused and then down.",
             "Declare the layers of a single expert with gated.",
@@ -507,6 +508,8 @@ def layer(scope: str, *groups: Group, file: str | None = None) -> Statements:
         groups: statements with names relative to it.
         file: the prefix of canonical names, if it differs; empty for none.
     """
+    if not isinstance(scope, str):
+        raise _misuse(f"A {type(scope).__name__} is not a scope.", 'Pass the prefix of names first: "model.visual".')
     other = scope if file is None else file
     prefix = f"{other}." if other else ""
     return tuple(

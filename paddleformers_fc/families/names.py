@@ -27,8 +27,8 @@ _HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", _DE
 _USERS = {"heads": {"heads", "q"}, "kv_heads": {"kv_heads", "kv"}, _DELTA: {_DELTA}}
 _OF_HEADS = frozenset[str]().union(*_USERS.values())
 _NO_CLASS = (
-    "is unknown: `architectures` names no class, and this family has a PaddleFleet class and a PaddleFormers class "
-    "(whose name ends in Deprecated)"
+    "is unknown: `architectures` of the configuration names no class, and this family has a PaddleFleet class and a "
+    "PaddleFormers class (whose name ends in Deprecated)"
 )
 
 

@@ -199,7 +199,8 @@ def register(
 
     Args:
         family: the family.
-        config: the configuration of open weights, to also compare the declaration of every class with them.
+        config: the configuration of open weights, to also compare the declarations of PaddleFleet's and PaddleFormers'
+            classes with them.
         header: the shapes of these open weights by name.
     Raises:
         MappingError: the proof fails, the open weights have different tensors, or another family declares the
@@ -247,7 +248,9 @@ def require_header(family: Family, model: ModelDescription, header: Mapping[str,
     ]
     if faults:
         next_step = "Correct the declaration, or the configuration of the open weights."
-        raise invalid_mapping(f"Family {family.name} does not declare these open weights", faults, next_step)
+        kind = "" if model.is_fleet is None else f" with the {(FLEET if model.is_fleet else FORMERS).value} class"
+        what = f"Family {family.name}{kind} does not declare these open weights"
+        raise invalid_mapping(what, faults, next_step)
 
 
 def tiny_models(family: Family) -> list[ModelDescription]:
@@ -287,6 +290,8 @@ def _prove(family: Family, model: ModelDescription) -> int:
     try:
         tensors = list(enumerate_tensors(family, model))
     except MappingError as error:
+        if error.where != "config.json":
+            raise
         raise MappingError(
             error.what,
             where=f"tiny configuration of family {family.name}",

@@ -200,8 +200,7 @@ class Sizes:
             f"`{text_of(size)}` {reason}.",
             where="config.json",
             evidence=[] if keys == [size] else [f"it is read from {', '.join(keys)}"],
-            next_step="Complete the configuration (`architectures` names the model's class), or the family's sizes and "
-            "defaults.",
+            next_step="Complete the configuration, or the family's sizes and defaults.",
         )
 
 

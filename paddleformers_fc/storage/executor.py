@@ -439,10 +439,11 @@ def run_workers(
         # Nothing may be written after this function returns. An interrupt may come before a thread is known to the
         # list, or even to the pool, so the end of its turn is awaited. A thread whose turn begins later takes nothing.
         ended.set()
+        begun = [future for future in futures if not future.cancel()]
         for turn in turns:
             with turn:
                 pass
-    return total + sum(future.result() for future in futures if not future.cancel())
+    return total + sum(future.result() for future in begun)
 
 
 class ReadPool:

@@ -450,8 +450,9 @@ def _range_faults(options: Any) -> list[str]:
         value = getattr(options, name, None)
         is_set = name in FIELD_NAMES or (value is not None and options.flex_checkpoint)
         if is_set and not kind.accepts(value):
-            reserved = ": ranks write their stacks on it" if value == _DUMP_SIGNAL else ""
-            faults.append(f"{name}: {value!r} is not {kind.expected}{reserved}")
+            is_reserved = name == "flex_save_on_signal" and value == _DUMP_SIGNAL
+            why = ": ranks write their stacks on it" if is_reserved else ""
+            faults.append(f"{name}: {value!r} is not {kind.expected}{why}")
     faults.extend(f"flex_max_shard_size: {fault}" for fault in _size_faults(options.flex_max_shard_size))
     faults.extend(_stream_faults(options.flex_stream))
     faults.extend(_upload_faults(options.flex_upload))

@@ -54,7 +54,7 @@ _ALSO_SWITCHES = ("resume_from_checkpoint", _SEVERAL)
 """Text keys for which PaddleFormers also accepts true and false."""
 
 _ANY, _NULL = "", type(None)
-_KINDS: Mapping[str, tuple[str, tuple[type, ...]]] = {
+_CONVERTERS: Mapping[str, tuple[str, tuple[type, ...]]] = {
     "int": ("a whole number", (str, bool, float, _NULL)),
     "float": ("a number", (str, bool, _NULL)),
     "strtobool": ("true or false", (str,)),
@@ -73,7 +73,7 @@ class StockKey(msgspec.Struct, frozen=True, omit_defaults=True):
     """A key of PaddleFormers.
 
     Args:
-        kind: a key of :data:`_KINDS`; empty if values are not checked here.
+        kind: a key of :data:`_CONVERTERS`; empty if values are not checked here.
         words: the accepted texts; empty for any.
         default: the value of a missing key, if it is a YAML scalar.
     """
@@ -90,7 +90,7 @@ class StockKey(msgspec.Struct, frozen=True, omit_defaults=True):
                 return ""
             meant = likely_meant(str(value), self.words)
             return f"{text} is none of {', '.join(self.words)}{meant and f'; {meant}'}"
-        meaning, rejected = _KINDS.get(self.kind, ("", ()))
+        meaning, rejected = _CONVERTERS.get(self.kind, ("", ()))
         is_absent = self.default is None and value in (None, False)
         if type(value) not in rejected or is_absent or text.lower() == "'true'":
             return ""
@@ -183,7 +183,7 @@ def describe(parser: Any) -> dict[str, StockKey]:
         name, default = getattr(action.type, "__name__", _ANY), action.default
         default = default.value if isinstance(default, Enum) else default
         kind = "float" if name == "int" and isinstance(default, float) else name
-        is_checked = kind in _KINDS and action.nargs in (None, "?") and action.dest not in _ALSO_SWITCHES
+        is_checked = kind in _CONVERTERS and action.nargs in (None, "?") and action.dest not in _ALSO_SWITCHES
         if name and action.dest not in keys:  # Skips the "--no_..." of a switch, which has the same destination.
             keys[action.dest] = StockKey(
                 kind if is_checked else _ANY,

@@ -56,6 +56,7 @@ from paddleformers_fc.families.stated import without_family
 from paddleformers_fc.layout.live import Roles
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.mapping import RuleSet
+from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import adapter_checks, live_roles, optimizers, own_statements, weight_sources
 from paddleformers_fc.trainer.description import base_model, describe_model
 from paddleformers_fc.trainer.library import has_adapters, unwrap_model
@@ -140,9 +141,11 @@ def stream(
         source, described = described_source(model, None, family, config, mapping)
         weight_sources.check_defined(source.model)
         _check_adapters(described, request, adapters)
+        weights = source.weights()
         if mapping is not None or is_by_name(described):
             described = structs.replace(described, config=without_family(described.config))
-        return _Prepared(described, source.weights(), request)
+            _check_axes(weights, request)
+        return _Prepared(described, weights, request)
 
     if has_adapters(unwrap_model(model)) and not adapters:
         return _merged(unwrap_model(model), prepare, channel, device)
@@ -301,6 +304,18 @@ def _receivers(to: str | Sequence[int], world_size: int) -> tuple[int, ...]:
             next_step="Give ranks of the job.",
         )
     return ranks
+
+
+def _check_axes(weights: Roles, request: StreamRequest) -> None:
+    """Check that no tensor without axes, which rules by name do not contain, would be left out unnoticed."""
+    numbers = [name for named in weights.values() for name, one in named.items() if not one.global_shape]
+    if numbers and request.names is None:
+        raise OptionError(
+            f"{count_text(len(numbers), 'tensor')} of the model without axes cannot be streamed.",
+            where="stream",
+            evidence=numbers,
+            next_step="Pass the other names as names, and send these numbers yourself.",
+        )
 
 
 def _check_adapters(described: ModelDescription, request: StreamRequest, adapters: bool) -> None:

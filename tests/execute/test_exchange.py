@@ -368,7 +368,7 @@ def test_ranges_are_shared_in_the_order_of_shards_so_that_few_are_incomplete(tmp
 # ---- Parts of tensors: what ranks want arrives in rounds, whatever ranks hold it.
 
 
-SHAPES = {"a": (7, 5), "b": (40,), "c": (3, 2, 4), "empty": (6,)}
+SHAPES = {"a": (7, 5), "b": (40,), "c": (3, 2, 4), "number": (), "empty": (6,)}
 VALUES = {
     name: np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32).ravel()
     for name, shape in SHAPES.items()

@@ -25,6 +25,11 @@ from tests.harness.work import calls
         (lambda: lang.same("a.weight", "b.weight", fleet="c.weight"), "a.weight, b.weight cannot share one other name"),
         (lambda: lang.experts("mlp.experts", lang.gated("a", "b", "c", "d")), "need {expert} in their scope"),
         (lambda: lang.experts("mlp.{expert}", lang.mlp("a", "b", "c")), "gate and up fused and then down"),
+        (
+            lambda: lang.experts("mlp.{expert}", lang.row("c"), lang.gate_up("ab", "a", "b")),
+            "gate and up fused and then down",
+        ),
+        (lambda: lang.vision(lang.same("norm.weight")), "A tuple is not a scope"),
     ],
 )
 def test_a_misused_verb_is_an_error_with_a_next_step(declare: Callable[[], object], what: str) -> None:

@@ -19,7 +19,7 @@ from paddleformers_fc.layout.live import describe_roles
 from paddleformers_fc.layout.roles import split_state_name
 from paddleformers_fc.mapping import TensorSpec, prove
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model
-from tests.families.spaces import model_of, settings
+from tests.families.spaces import BY_NAME, model_of, settings
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import MatrixLayout
@@ -149,6 +149,16 @@ def test_every_tensor_element_is_held_exactly_once(model_type: str, dtype: str, 
         assert not contradictions
         assert not [fault for tensor in tensors.values() for fault in tensor.faults()]
         assert {split_state_name(role, name).parameter for name in tensors} <= set(model.rules.targets)
+
+
+@pytest.mark.parametrize("family", BY_NAME.values(), ids=lambda family: family.name)
+def test_every_family_is_laid_out(family: Any) -> None:
+    model = declared_model(family, model_of(settings(family)), parse_grid("tp=2,pp=2"))
+    everything = {name for rank in range(4) for name in model.weights(rank)}
+    assert everything == {tensor.name for tensor in model.tensors}
+    alone = declared_model(family, model_of(settings(family)), ParallelGrid())
+    left = {tensor.name for tensor in alone.tensors} - everything
+    assert all(name.startswith("model.mtp_") for name in left)
 
 
 LLAMA = {

@@ -1,1 +1,1 @@
-"""A file server whose metadata is slow, stale or failing: a library for LD_PRELOAD, see ``metadata.c``."""
+"""A file server whose metadata is slow or stale: a library for LD_PRELOAD, see ``metadata.c``."""

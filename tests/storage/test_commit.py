@@ -189,6 +189,21 @@ def test_a_refused_second_rename_gives_the_old_checkpoint_its_name_back(tmp_path
     assert names_in(tmp_path) == ["checkpoint-5"]
 
 
+def test_staging_is_synced_before_its_name_and_the_name_before_the_old_checkpoint_is_deleted(
+    tmp_path: Path, saved: Path
+) -> None:
+    machine = Machine()
+    with stage(saved, 2) as staging, running_on(machine):
+        sync_staging(staging, (WEIGHTS, STATE))
+        commit(staging)
+    named = machine.log.index(("rename", str(saved)))
+    before, after = machine.log[:named], machine.log[named + 1 :]
+    for directory in (staging.path, staging.path / "model_state", staging.path / "trainer"):
+        assert ("sync", str(directory)) in before
+    assert after[0] == ("sync", str(tmp_path))
+    assert {"unlink", "rmdir"} <= {name for name, _ in after[1:]}
+
+
 def test_staging_that_is_not_committed_is_deleted_and_nothing_else(tmp_path: Path, saved: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").write_text("years")

@@ -290,3 +290,22 @@ def test_another_process_computes_the_same_logits(tmp_path: Path) -> None:
     apart = re.findall(r"^step (\d): logits differ by at most (\S+) of the largest$", done.stdout, re.MULTILINE)
     assert [step for step, _ in apart] == ["1", "2", "3"]
     assert all(float(number) < 2e-6 for _, number in apart)
+
+
+@on_ranks(1)
+def test_a_number_without_axes_is_refused_unless_other_tensors_are_named() -> None:
+    import paddle
+
+    class Scaled(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = paddle.nn.Linear(2, 3)
+            self.scale = self.create_parameter([])
+
+    model = Scaled()
+    with pytest.raises(OptionError, match="1 tensor of the model without axes") as caught:
+        list(paddleformers_fc.stream(model))
+    assert caught.value.evidence == ("scale",)
+    ((name, weight),) = paddleformers_fc.stream(model, names=["linear.weight"])
+    assert name == "linear.weight"
+    assert (weight.numpy() == model.linear.weight.numpy()).all()
