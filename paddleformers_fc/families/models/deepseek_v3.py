@@ -42,7 +42,12 @@ FAMILY = lang.family(
     lang.optional("model.layers.{mtp}.eh_proj.bias", "model.layers.{mtp}."),
     numbers=(lang.Numbers("layer", ("layers", "mtp_layers")), lang.Numbers("mtp", "mtp_layers", start="layers")),
     defaults={"moe_layer_freq": 1, "first_k_dense_replace": 0},
-    tiny={**lang.TINY_LATENT, **lang.TINY_MOE, "n_shared_experts": 1, "first_k_dense_replace": 1}
-    | {"num_nextn_predict_layers": 1},
+    tiny={
+        **lang.TINY_LATENT,
+        **lang.TINY_MOE,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
     divided=("vocab",),
 )

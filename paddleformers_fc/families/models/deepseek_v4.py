@@ -143,10 +143,22 @@ FAMILY = lang.family(
         lang.Numbers("mtp", "mtp_layers", shift=("layers", "empty")),
     ),
     defaults={"moe_n_hash_layers": 3, "n_shared_experts": 1, "num_residual_streams": 4},
-    tiny={**lang.TINY_MOE, "num_hidden_layers": 3, "csa_compress_ratios": [0, 4, 8, 4], "moe_n_hash_layers": 1}
-    | {"q_lora_rank": 16, "v_head_dim": 4, "o_groups": 2, "o_lora_rank": 6, "num_residual_streams": 2}
-    | {"dsa_index_n_heads": 4, "dsa_index_head_dim": 6, "num_experts_per_tok": 2, "actual_vocab_size": 64}
-    | {"num_nextn_predict_layers": 1},
+    tiny={
+        **lang.TINY_MOE,
+        "num_hidden_layers": 3,
+        "csa_compress_ratios": [0, 4, 8, 4],
+        "moe_n_hash_layers": 1,
+        "q_lora_rank": 16,
+        "v_head_dim": 4,
+        "o_groups": 2,
+        "o_lora_rank": 6,
+        "num_residual_streams": 2,
+        "dsa_index_n_heads": 4,
+        "dsa_index_head_dim": 6,
+        "num_experts_per_tok": 2,
+        "actual_vocab_size": 64,
+        "num_nextn_predict_layers": 1,
+    },
     exported={
         "head_dim": "value",
         "hc_mult": "streams",

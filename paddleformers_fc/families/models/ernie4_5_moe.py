@@ -51,10 +51,24 @@ FAMILY = lang.family(
         ),
     },
     numbers=(lang.Numbers("index", "mtp_layers"),),
-    defaults={"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_use_aux_free": True}
-    | {"moe_num_shared_experts": 2, "num_nextn_predict_layers": 1, "tie_word_embeddings": True},
-    tiny={"num_hidden_layers": 3, "num_nextn_predict_layers": 2, "moe_num_experts": 4, "moe_intermediate_size": 16}
-    | {"use_bias": True, "mlp_bias": False, "lm_head_bias": False},
+    defaults={
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "moe_use_aux_free": True,
+        "moe_num_shared_experts": 2,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    tiny={
+        "num_hidden_layers": 3,
+        "num_nextn_predict_layers": 2,
+        "moe_num_experts": 4,
+        "moe_intermediate_size": 16,
+        "use_bias": True,
+        "mlp_bias": False,
+        "lm_head_bias": False,
+    },
     exported={"moe_use_aux_free": "moe_use_aux_free", "moe_norm_min": "moe_norm_min", **EXPORTED_BIASES},
     built=("mtp_block", "mtp_hidden_norm", "mtp_emb_norm", "mtp_linear_proj"),
 )

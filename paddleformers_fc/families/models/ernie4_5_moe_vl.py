@@ -80,7 +80,13 @@ FAMILY = lang.family(
         "temporal": lambda spatial, temporal_conv_size: spatial * (temporal_conv_size or 2),
     },
     defaults={"moe_num_shared_experts": 2, "moe_layer_interval": 1, "moe_use_aux_free": True},
-    tiny={"moe_num_experts": [4, 4], "moe_intermediate_size": [16, 8], "num_hidden_layers": 3, "head_dim": 8}
-    | {"moe_layer_start_index": [1, 1], "moe_layer_end_index": [2, 2]}
-    | {"vision_config": {**lang.TINY_VISION, "intermediate_size": None, "embed_dim": 16, "mlp_ratio": 2}},
+    tiny={
+        "moe_num_experts": [4, 4],
+        "moe_intermediate_size": [16, 8],
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "moe_layer_start_index": [1, 1],
+        "moe_layer_end_index": [2, 2],
+        "vision_config": {**lang.TINY_VISION, "intermediate_size": None, "embed_dim": 16, "mlp_ratio": 2},
+    },
 )

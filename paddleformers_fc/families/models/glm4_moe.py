@@ -23,6 +23,11 @@ FAMILY = lang.family(
     classes=(lang.FLEET, lang.FORMERS),
     sizes={"mtp_layers": lang.mtp_layers},
     defaults={"first_k_dense_replace": 1, "n_shared_experts": 1},
-    tiny={**lang.TINY_MOE, "head_dim": 8, "use_qk_norm": True, "num_nextn_predict_layers": 1}
-    | {"num_empty_layers_add_in_head": 1},
+    tiny={
+        **lang.TINY_MOE,
+        "head_dim": 8,
+        "use_qk_norm": True,
+        "num_nextn_predict_layers": 1,
+        "num_empty_layers_add_in_head": 1,
+    },
 )

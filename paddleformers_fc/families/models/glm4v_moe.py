@@ -36,6 +36,8 @@ FAMILY = lang.family(
     key="text_config",
     towers=(VISION,),
     defaults={"attention_bias": True, "first_k_dense_replace": 1, "n_shared_experts": 1},
-    tiny={"text_config": {**lang.TINY_MOE, "attention_bias": True}}
-    | {"vision_config": {**lang.TINY_VISION, "image_size": 6}},
+    tiny={
+        "text_config": {**lang.TINY_MOE, "attention_bias": True},
+        "vision_config": {**lang.TINY_VISION, "image_size": 6},
+    },
 )

@@ -34,6 +34,8 @@ FAMILY = lang.family(
     towers=(VISION,),
     numbers=(DEEP,),
     defaults={"decoder_sparse_step": 1},
-    tiny={"text_config": {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8, "mlp_only_layers": [0]}}
-    | {"vision_config": TINY},
+    tiny={
+        "text_config": {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8, "mlp_only_layers": [0]},
+        "vision_config": TINY,
+    },
 )
