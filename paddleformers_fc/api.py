@@ -43,8 +43,8 @@ from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, 
 from paddleformers_fc.formats.registry import (
     conversion_target,
     default_writer,
+    given_config,
     open_checkpoint,
-    require_config,
     writer_of,
 )
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
@@ -380,7 +380,7 @@ class Checkpoint:
             directory: the target: a path or a URL; for a flex checkpoint it must be empty or new.
             format: ``flex``, from which training resumes; ``hf``, the weights as Hugging Face files; or ``distcp``,
                 from which PaddleFormers resumes without this package.
-            config: a directory with the model's ``config.json``, for checkpoints that lack it.
+            config: as for :func:`open`.
             max_shard_bytes: maximum size of the tensors in one file, in bytes.
             verify: ``full`` first verifies all checksums that the source records.
             replace: replace a model in the target; only for ``hf``.
@@ -401,7 +401,7 @@ class Checkpoint:
         if writer is not FLEX_WRITER:
             check_rewritable(opened)
         root = opened.catalog.root
-        given = config_of_base(opened) if config is None else require_config(parse_named(config))
+        given = config_of_base(opened) if config is None else given_config(root, parse_named(config))
         if opened.commit_record is None and (verify == "full" or given is not opened.config):
             opened = open_checkpoint(root, verify, config=given)
         check_no_overlap(root, target)
@@ -427,9 +427,10 @@ def open(
             ``full`` (every byte).
         roles: the roles of a flex checkpoint to open, including ``model_state``; None for all. Under ``off``, files of
             other roles need not exist.
-        config: a directory with the model's ``config.json``, for checkpoints of other formats that lack it.
+        config: the model's ``config.json`` or a directory with it, for checkpoints of other formats that lack it.
     Raises:
-        OptionError: a role is unknown, or ``model_state`` is not among the roles.
+        OptionError: a role is unknown, ``model_state`` is not among the roles, or the checkpoint has a configuration
+            that differs from ``config``.
         NotACheckpoint: no format recognises the directory.
         CheckpointError: the checkpoint is damaged or malformed.
 
@@ -440,8 +441,9 @@ def open(
     require(DIRECTORY, path_or_url=path_or_url)
     require_or_none(DIRECTORY, config=config)
     check_level(verify)
-    given = None if config is None else require_config(parse_named(config))
-    return Checkpoint(open_checkpoint(parse_named(path_or_url), verify, roles, given))
+    directory = parse_named(path_or_url)
+    given = None if config is None else given_config(directory, parse_named(config))
+    return Checkpoint(open_checkpoint(directory, verify, roles, given))
 
 
 def _base_of(adapters: OpenedCheckpoint, base: Location, verify: str, accept: bool) -> OpenedCheckpoint:

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import math
 
+import paddleformers_fc
 from paddleformers_fc import output
 from paddleformers_fc.execute.diff_checkpoints import Difference, Different
-from paddleformers_fc.formats.registry import FORMATS
+from paddleformers_fc.formats.registry import FORMATS, describes_model
 from paddleformers_fc.plan.report import states_joined
+from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text, fold
 
 _MOST_FIGURES = 10
 """Maximum number of tensors that are printed with figures."""
 _MANY_ULP = 1 << 12
 """More than a few operations can round."""
+
+
+def compare(a: AnyPath, b: AnyPath, config: str | None, role: str | None) -> Difference:
+    """Compare two checkpoints.
+
+    Args:
+        a: a checkpoint of any format.
+        b: the other checkpoint.
+        config: as for :func:`.api.open`, for whichever side has no configuration.
+        role: as for :meth:`.api.Checkpoint.diff`.
+    Raises:
+        OptionError: both sides have a configuration that differs from ``config``.
+        FlexError: a side cannot be opened, proved or read.
+    """
+    sides = (a, b)
+    lacking = [side for side in sides if config is not None and not describes_model(side)] or sides
+    one, other = (paddleformers_fc.open(side, config=config if side in lacking else None) for side in sides)
+    found: Difference = one.diff(other, role)
+    return found
 
 
 def show(found: Difference, console: output.Console) -> None:
