@@ -22,6 +22,7 @@ from paddleformers_fc.api_arguments import (
     DIRECTORY,
     FLAG,
     TEXT,
+    TOLERANCE,
     instance_of,
     one_of,
     parse_box,
@@ -29,7 +30,7 @@ from paddleformers_fc.api_arguments import (
     require_or_none,
 )
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.diff_checkpoints import Difference, compare_checkpoints
+from paddleformers_fc.execute.diff_checkpoints import Difference, Tolerance, compare_checkpoints
 from paddleformers_fc.execute.digest import read_canonical
 from paddleformers_fc.execute.export import ExportReport, check_dtype, check_no_overlap, check_target, export_opened
 from paddleformers_fc.execute.merging import check_same_base
@@ -231,21 +232,27 @@ class Checkpoint:
             raise problem
         return outcome
 
-    def diff(self, other: Checkpoint, role: str | None = None) -> Difference:
+    def diff(self, other: Checkpoint, role: str | None = None, *, atol: float = 0.0, rtol: float = 0.0) -> Difference:
         """Compare with another checkpoint, tensor by tensor, across layouts and formats.
 
+        Tensors are compared bitwise by default. With a tolerance, tensors of the same shape and dtype are equal if
+        ``abs(a - b) <= atol + rtol * abs(b)`` for all elements. NaN equals NaN, and infinities equal themselves.
+
         Args:
-            other: the other checkpoint.
+            other: the other checkpoint; ``b`` is from it.
             role: the only role to compare; None for all roles that both formats support.
+            atol: absolute tolerance, finite and at least 0.
+            rtol: relative tolerance, finite and at least 0.
         Raises:
-            OptionError: the role is unknown, or one of the formats does not support it.
+            OptionError: the role is unknown, one of the formats does not support it, or a tolerance is invalid.
 
         Example:
             >>> checkpoint.diff(paddleformers_fc.open("hf")).equal
             True
         """
         require(instance_of(Checkpoint, "an opened checkpoint: paddleformers_fc.open(path)"), other=other)
-        return compare_checkpoints(self._opened, other._opened, role)
+        require(TOLERANCE, atol=atol, rtol=rtol)
+        return compare_checkpoints(self._opened, other._opened, role, Tolerance(float(atol), float(rtol)))
 
     def plan(self, layout: str, dtype: str | None = None, aoa_config: Mapping[str, object] | None = None) -> GridPlan:
         """Plan a load under a parallel layout for every rank, without starting any rank.

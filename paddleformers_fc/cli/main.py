@@ -249,6 +249,8 @@ def diff(
     role: Annotated[
         str | None, typer.Option(help="Compare only this role: model_state, master_weight, optimizer_state, ...")
     ] = None,
+    atol: Annotated[float, typer.Option(help="Tolerance: |a - b| <= atol + rtol * |b| for all elements.")] = 0.0,
+    rtol: Annotated[float, typer.Option(help="Relative tolerance; if both are 0, bits are compared.")] = 0.0,
     config: Config = "",
     as_json: Json = False,
 ) -> int:
@@ -261,7 +263,7 @@ def diff(
     one, other = _named(a), _named(b)
     with progress.working(f"comparing {one} and {other}"):
         try:
-            found = difference.compare(one, other, config or None, role)
+            found = difference.compare(one, other, config or None, role, atol, rtol)
         except NotACheckpoint as error:  # Not code 1, which means that tensors differ.
             output.print_error(error, as_json)
             return MISUSE
