@@ -23,6 +23,7 @@ from paddleformers_fc.api_arguments import (
     DIRECTORY,
     FLAG,
     TEXT,
+    TOLERANCE,
     instance_of,
     one_of,
     parse_box,
@@ -30,7 +31,7 @@ from paddleformers_fc.api_arguments import (
     require_or_none,
 )
 from paddleformers_fc.errors import OptionError
-from paddleformers_fc.execute.diff_checkpoints import Difference, compare_checkpoints
+from paddleformers_fc.execute.diff_checkpoints import Difference, Tolerance, compare_checkpoints
 from paddleformers_fc.execute.digest import read_canonical
 from paddleformers_fc.execute.export import ExportReport, check_dtype, check_no_overlap, check_target, export_opened
 from paddleformers_fc.execute.merging import check_same_base
@@ -44,8 +45,8 @@ from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, 
 from paddleformers_fc.formats.registry import (
     conversion_target,
     default_writer,
+    given_config,
     open_checkpoint,
-    require_config,
     writer_of,
 )
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
@@ -244,21 +245,27 @@ class Checkpoint:
             raise problem
         return outcome
 
-    def diff(self, other: Checkpoint, role: str | None = None) -> Difference:
+    def diff(self, other: Checkpoint, role: str | None = None, *, atol: float = 0.0, rtol: float = 0.0) -> Difference:
         """Compare with another checkpoint, tensor by tensor, across layouts and formats.
 
+        Tensors are compared bitwise by default. With a tolerance, tensors of the same shape and dtype are equal if
+        ``abs(a - b) <= atol + rtol * abs(b)`` for all elements. NaN equals NaN, and infinities equal themselves.
+
         Args:
-            other: the other checkpoint.
+            other: the other checkpoint; ``b`` is from it.
             role: the only role to compare; None for all roles that both formats support.
+            atol: absolute tolerance, finite and at least 0.
+            rtol: relative tolerance, finite and at least 0.
         Raises:
-            OptionError: the role is unknown, or one of the formats does not support it.
+            OptionError: the role is unknown, one of the formats does not support it, or a tolerance is invalid.
 
         Example:
             >>> checkpoint.diff(paddleformers_fc.open("hf")).equal
             True
         """
         require(instance_of(Checkpoint, "an opened checkpoint: paddleformers_fc.open(path)"), other=other)
-        return compare_checkpoints(self._opened, other._opened, role)
+        require(TOLERANCE, atol=atol, rtol=rtol)
+        return compare_checkpoints(self._opened, other._opened, role, Tolerance(float(atol), float(rtol)))
 
     def plan(self, layout: str, dtype: str | None = None, aoa_config: Mapping[str, object] | None = None) -> GridPlan:
         """Plan a load under a parallel layout for every rank, without starting any rank.
@@ -393,7 +400,7 @@ class Checkpoint:
             directory: the target: a path or a URL; for a flex checkpoint it must be empty or new.
             format: ``flex``, from which training resumes; ``hf``, the weights as Hugging Face files; or ``distcp``,
                 from which PaddleFormers resumes without this package.
-            config: a directory with the model's ``config.json``, for checkpoints that lack it.
+            config: as for :func:`open`.
             max_shard_bytes: maximum size of the tensors in one file, in bytes.
             verify: ``full`` first verifies all checksums that the source records.
             replace: replace a model in the target; only for ``hf``.
@@ -414,7 +421,7 @@ class Checkpoint:
         if writer is not FLEX_WRITER:
             check_rewritable(opened)
         root = opened.catalog.root
-        given = config_of_base(opened) if config is None else require_config(parse_named(config))
+        given = config_of_base(opened) if config is None else given_config(root, parse_named(config))
         if opened.commit_record is None and (verify == "full" or given is not opened.config):
             opened = open_checkpoint(root, verify, config=given)
         check_no_overlap(root, target)
@@ -440,9 +447,10 @@ def open(
             ``full`` (every byte).
         roles: the roles of a flex checkpoint to open, including ``model_state``; None for all. Under ``off``, files of
             other roles need not exist.
-        config: a directory with the model's ``config.json``, for checkpoints of other formats that lack it.
+        config: the model's ``config.json`` or a directory with it, for checkpoints of other formats that lack it.
     Raises:
-        OptionError: a role is unknown, or ``model_state`` is not among the roles.
+        OptionError: a role is unknown, ``model_state`` is not among the roles, or the checkpoint has a configuration
+            that differs from ``config``.
         NotACheckpoint: no format recognises the directory.
         CheckpointError: the checkpoint is damaged or malformed.
 
@@ -453,8 +461,9 @@ def open(
     require(DIRECTORY, path_or_url=path_or_url)
     require_or_none(DIRECTORY, config=config)
     check_level(verify)
-    given = None if config is None else require_config(parse_named(config))
-    return Checkpoint(open_checkpoint(parse_named(path_or_url), verify, roles, given))
+    directory = parse_named(path_or_url)
+    given = None if config is None else given_config(directory, parse_named(config))
+    return Checkpoint(open_checkpoint(directory, verify, roles, given))
 
 
 def _base_of(adapters: OpenedCheckpoint, base: Location, verify: str, accept: bool) -> OpenedCheckpoint:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 from os import PathLike
@@ -36,6 +37,10 @@ def _is_int(value: object, least: int, most: float = math.inf) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+
+
 def _is_names(value: object) -> bool:
     return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(one, str) for one in value)
 
@@ -55,6 +60,7 @@ MOST_THREADS = 256
 THREADS = Kind(f"a whole number from 1 to {MOST_THREADS}", lambda value: _is_int(value, 1, MOST_THREADS))
 COUNT_OR_ZERO = Kind("an int of at least 0 and below 2**53", lambda value: type(value) is int and 0 <= value < 1 << 53)
 """For stored numbers: every JSON reader represents these exactly."""
+TOLERANCE = Kind("a finite number of at least 0", _is_finite)
 NAMES = Kind("a list of texts", _is_names)
 DEGREES = Kind('the degree of each axis, such as {"tp": 2, "pp": 1}', _is_degrees)
 

@@ -25,7 +25,8 @@ Checkpoint
 Checkpoint.convert(self, directory: 'Location', *, format: 'str' = 'flex', \
 config: 'Location | None' = None, max_shard_bytes: 'int' = 5000000000, verify: 'str' = 'full', \
 replace: 'bool' = False, tied: 'str' = 'refuse') -> 'ExportReport'
-Checkpoint.diff(self, other: 'Checkpoint', role: 'str | None' = None) -> 'Difference'
+Checkpoint.diff(self, other: 'Checkpoint', role: 'str | None' = None, *, atol: 'float' = 0.0, \
+rtol: 'float' = 0.0) -> 'Difference'
 Checkpoint.explain(self, name: 'str') -> 'Explanation'
 Checkpoint.export(self, directory: 'Location', *, max_shard_bytes: 'int' = 5000000000, \
 verify: 'str' = 'full', replace: 'bool' = False, tied: 'str' = 'refuse', \
@@ -196,6 +197,10 @@ INVALID: dict[str, Callable[[Any, Path], object]] = {
     "level 5": lambda one, _: one.verify(5),
     "other='path'": lambda one, _: one.diff("path"),
     "role 'weights'": lambda one, _: one.diff(one, "weights"),
+    "atol=-0.1": lambda one, _: one.diff(one, atol=-0.1),
+    "rtol=True": lambda one, _: one.diff(one, rtol=True),
+    "rtol=nan": lambda one, _: one.diff(one, rtol=float("nan")),
+    "atol=1000000": lambda one, _: one.diff(one, atol=10**400),
     "layout=5": lambda one, _: one.plan(5),
     "Invalid grid 'tp2'": lambda one, _: one.plan("tp2"),
     "dtype 3": lambda one, _: one.plan("tp=2", 3),

@@ -50,12 +50,15 @@ class Exported(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def export(source: AnyPath, target: AnyPath, verify: str, role: str, dtype: str, **options: Any) -> Exported:
+def export(
+    source: AnyPath, target: AnyPath, config: str | None, verify: str, role: str, dtype: str, **options: Any
+) -> Exported:
     """Export a checkpoint.
 
     Args:
-        source: a finished flex checkpoint, or Paddle's FlexCheckpoint with a ``config.json`` in it.
+        source: a finished flex checkpoint, or a checkpoint of Paddle or PaddleFormers.
         target: the directory or URL to write; other files in it are kept.
+        config: as for :func:`.api.open`.
         verify: as for :meth:`.api.Checkpoint.export`.
         role: likewise.
         dtype: likewise.
@@ -67,7 +70,7 @@ def export(source: AnyPath, target: AnyPath, verify: str, role: str, dtype: str,
     started = time.monotonic()
     # Without verification, files of other roles may be missing.
     roles = {MODEL_STATE, role} | ({MASTER_WEIGHT} if dtype else set()) if verify == "off" else None
-    checkpoint = paddleformers_fc.open(source, _level(verify), roles)
+    checkpoint = paddleformers_fc.open(source, _level(verify), roles, config=config)
     report = checkpoint.export(target, verify=verify, role=role, dtype=dtype, md5=True, **options)
     return Exported(
         source=str(source),
@@ -141,15 +144,15 @@ def convert(
         source: a checkpoint of any format.
         target: the directory or URL to write.
         format: as for :meth:`.api.Checkpoint.convert`.
-        config: likewise.
-        verify: likewise.
+        config: as for :func:`.api.open`.
+        verify: as for :meth:`.api.Checkpoint.convert`.
         options: its other options.
     Raises:
         FlexError: opening, proving or reading the source, or writing the target, has failed.
     """
     started = time.monotonic()
     checkpoint = paddleformers_fc.open(source, _level(verify), config=config)
-    report = checkpoint.convert(target, format=format, config=config, verify=verify, **options)
+    report = checkpoint.convert(target, format=format, verify=verify, **options)
     written, _ = conversion_target(format)
     # Paddle's checkpoints can be written to URLs, but not read from there.
     job = paddleformers_fc.open(target).metadata.job if written.recognises(target) else None

@@ -117,6 +117,14 @@ OutputDirectory = Annotated[
     str,
     typer.Argument(metavar="OUTPUT_DIR", help="The directory of the checkpoints.", autocompletion=_directories),
 ]
+Config = Annotated[
+    str,
+    typer.Option(
+        "--config",
+        metavar="DIR_OR_FILE",
+        help="The model's config.json or its directory, for a checkpoint without one.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
@@ -241,19 +249,21 @@ def diff(
     role: Annotated[
         str | None, typer.Option(help="Compare only this role: model_state, master_weight, optimizer_state, ...")
     ] = None,
+    atol: Annotated[float, typer.Option(help="Tolerance: |a - b| <= atol + rtol * |b| for all elements.")] = 0.0,
+    rtol: Annotated[float, typer.Option(help="Relative tolerance; if both are 0, bits are compared.")] = 0.0,
+    config: Config = "",
     as_json: Json = False,
 ) -> int:
     """Compare two checkpoints tensor by tensor (md5 in canonical form), across parallel layouts and formats.
 
     If one of them is a directory of open weights, only model_state is compared.
     """
-    import paddleformers_fc
     from paddleformers_fc.cli import difference
 
     one, other = _named(a), _named(b)
     with progress.working(f"comparing {one} and {other}"):
         try:
-            found = paddleformers_fc.open(one).diff(paddleformers_fc.open(other), role)
+            found = difference.compare(one, other, config or None, role, atol, rtol)
         except NotACheckpoint as error:  # Not code 1, which means that tensors differ.
             output.print_error(error, as_json)
             return MISUSE
@@ -309,6 +319,7 @@ def plan(
         typer.Option("--html", metavar="FILE", dir_okay=False, help="Also write the plan as one page for a browser."),
     ] = None,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="How the page groups more than 32 ranks.")] = 8,
+    config: Config = "",
     as_json: Json = False,
 ) -> int:
     """Show the bytes, reads, memory and dropped tensors of a load under another layout, rank by rank.
@@ -321,7 +332,7 @@ def plan(
     source = _named(directory)
     with progress.working(f"planning {source}"):
         statements = None if aoa_config is None else planning.read_aoa_config(aoa_config)
-        checkpoint = paddleformers_fc.open(source)
+        checkpoint = paddleformers_fc.open(source, config=config or None)
         if html is None:
             found = checkpoint.plan(to, dtype, statements)
         else:
@@ -372,6 +383,7 @@ def export(
     dtype: Annotated[
         str, typer.Option("--dtype", help="float32 (from master weights, if stored) or bfloat16; by default as stored.")
     ] = "",
+    config: Config = "",
     as_json: Json = False,
 ) -> int:
     """Write a checkpoint's weights as Hugging Face files, and print one md5, which is equal for every layout."""
@@ -383,6 +395,7 @@ def export(
         found = exporting.export(
             source,
             target,
+            config or None,
             verify,
             role,
             dtype,
@@ -406,9 +419,7 @@ def convert(
         Literal["flex", "hf", "distcp"],
         typer.Option("--format", help="flex: a flex checkpoint. hf: the weights. distcp: Paddle's FlexCheckpoint."),
     ] = "flex",
-    config: Annotated[
-        str, typer.Option("--config", help="A directory with the model's config.json, if SRC has none.")
-    ] = "",
+    config: Config = "",
     max_shard_size: Annotated[str, typer.Option(help="Largest file, in bytes of tensors, as for export.")] = "5GB",
     verify: Annotated[
         Level, typer.Option(help="How thoroughly to verify recorded checksums; only full detects flipped bits.")

@@ -7,6 +7,8 @@ without a plan, and then only canonical tensors that contain differing bytes.
 
 The deviation of two tensors is their largest absolute difference, their largest difference in ULP (representable
 numbers between two numbers, plus one) and the first differing index. NaN counts only as differing bits.
+
+A :class:`Tolerance` is applied to the elements whose bits differ, chunk by chunk, so it needs no memory per tensor.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from functools import partial
 from itertools import accumulate, chain
 from operator import attrgetter
@@ -51,15 +54,78 @@ _CHUNK = 1 << 18
 """Elements that are compared at a time, so that temporary arrays stay in the processor's cache."""
 
 _Array = np.ndarray[Any, Any]
+_Flags = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+_ROUNDING = 1e-9
+"""More than the relative error of a bound in float64. Closer integers are compared in exact arithmetic."""
+_MOST_DISTANCE = (1 << 64) - 1
+
+
+class Tolerance(msgspec.Struct, frozen=True):
+    """How far elements may be apart: ``abs(a - b) <= atol + rtol * abs(b)``.
+
+    Args:
+        atol: absolute tolerance, finite and at least 0.
+        rtol: relative tolerance, finite and at least 0. If both are 0, tensors are compared bitwise.
+    """
+
+    atol: float = 0.0
+    rtol: float = 0.0
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether only equal bits are equal."""
+        return not (self.atol or self.rtol)
+
+    def accepts(self, a: _Array, b: _Array) -> _Flags:
+        """Return for each element whether it is within the tolerance.
+
+        Floating-point numbers are compared in float64, integers exactly. NaN is within the tolerance of NaN only, and
+        an infinity of itself only.
+
+        Args:
+            a: a flat array.
+            b: the same elements of the other side, of the same dtype.
+        """
+        if not is_float(a.dtype):
+            return self._accepts_integers(a, b)
+        with np.errstate(invalid="ignore", over="ignore"):
+            a, b = a.astype(np.float64), b.astype(np.float64)
+            near = np.abs(a - b) <= self.atol + self.rtol * np.abs(b)
+        found: _Flags = (near & np.isfinite(a) & np.isfinite(b)) | (a == b) | (np.isnan(a) & np.isnan(b))
+        return found
+
+    def _accepts_integers(self, a: _Array, b: _Array) -> _Flags:
+        wide = np.uint64 if a.dtype == np.uint64 else np.int64
+        a, b = a.astype(wide), b.astype(wide)
+        # Modulo 2**64, both are exact.
+        distance = np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)
+        size = np.abs(b).view(np.uint64)
+        with np.errstate(over="ignore"):
+            bound = self.atol + self.rtol * size.astype(np.float64)
+            gap = distance.astype(np.float64) - bound
+            unsure = np.abs(gap) <= _ROUNDING * bound
+        found: _Flags = gap <= 0
+        if not unsure.any():
+            return found
+        atol, rtol = Fraction(self.atol), Fraction(self.rtol)
+        sizes = np.unique(size[unsure])
+        bounds = [min(math.floor(atol + rtol * int(one)), _MOST_DISTANCE) for one in sizes]
+        found[unsure] = distance[unsure] <= np.array(bounds, np.uint64)[np.searchsorted(sizes, size[unsure])]
+        return found
+
+
+BITWISE = Tolerance()
 
 
 class Deviation(msgspec.Struct, frozen=True):
     """The figures of one tensor.
 
     Attributes:
-        elements: number of elements whose bits differ.
-        absolute: the largest absolute difference; None if it is not finite.
-        ulp: the largest difference in ULP; None for dtypes that are not floating point.
+        elements: number of elements that differ: their bits, or by more than the tolerance if there is one.
+        absolute: their largest absolute difference; None if it is not finite.
+        ulp: their largest difference in ULP; None for dtypes that are not floating point.
         first: index of the first element that differs.
     """
 
@@ -74,13 +140,17 @@ class DeviationSum:
 
     Args:
         shape: shape of the tensor.
+        tolerance: the elements that are within it do not differ.
 
     Attributes:
         elements: number of elements that differ so far.
+        is_bitwise_equal: whether all bits are equal so far.
     """
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], tolerance: Tolerance = BITWISE) -> None:
         self.shape = shape
+        self.tolerance = tolerance
+        self.is_bitwise_equal = True
         self.elements = self._seen = self._ulp = 0
         self._absolute = 0.0
         self._first: int | None = None
@@ -98,6 +168,9 @@ class DeviationSum:
         for begin in begins:
             left, right = one[begin : begin + _CHUNK], other[begin : begin + _CHUNK]
             different = np.flatnonzero(_bits(left) != _bits(right))
+            self.is_bitwise_equal &= not different.size
+            if not self.tolerance.is_bitwise:
+                different = different[~self.tolerance.accepts(left[different], right[different])]
             if not different.size:
                 continue
             if self._first is None:
@@ -196,12 +269,14 @@ class RoleDifference(msgspec.Struct, frozen=True):
 
     Attributes:
         equal: number of tensors that are bitwise equal.
+        within_tolerance: number of tensors that are equal within the tolerance, and not bitwise.
         different: tensors that both sides contain and that differ.
         only_in_a: names.
         only_in_b: names.
     """
 
     equal: int
+    within_tolerance: int
     different: list[Different]
     only_in_a: list[str]
     only_in_b: list[str]
@@ -216,11 +291,13 @@ class Difference(msgspec.Struct, frozen=True):
     """The differences between two checkpoints.
 
     Attributes:
-        equal: whether everything that was compared is equal.
+        equal: whether everything that was compared is equal, or equal within the tolerance.
         a: the first directory.
         b: the second directory.
         roles: the result by compared role.
         not_compared: roles that one side contains and the other cannot contain.
+        atol: the absolute tolerance.
+        rtol: the relative tolerance; if both are 0, tensors were compared bitwise.
         seconds: duration of the comparison.
     """
 
@@ -229,16 +306,21 @@ class Difference(msgspec.Struct, frozen=True):
     b: Side
     roles: dict[str, RoleDifference]
     not_compared: list[str]
+    atol: float
+    rtol: float
     seconds: float
 
 
-def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | None = None) -> Difference:
+def compare_checkpoints(
+    a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | None = None, tolerance: Tolerance = BITWISE
+) -> Difference:
     """Compare two checkpoints.
 
     Args:
         a: an opened checkpoint of any format.
         b: the other checkpoint.
         role: the only role to compare; None for all roles that both formats can contain.
+        tolerance: how far elements of equal tensors may be apart.
     Raises:
         OptionError: the role is unknown, is in neither side, or cannot be in one of the formats.
         FlexError: a mapping cannot be proved, or a file cannot be read.
@@ -259,12 +341,13 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint, role: str | No
             where=f"{a.catalog.root} and {b.catalog.root}",
             next_step="Leave out --role (role=); inspect shows which roles a checkpoint has.",
         )
-    forms = _differences(first, second, alike)
-    found = {name: _role_difference(name, first, second, forms) for name in present}
+    differences = _differences(first, second, alike, tolerance)
+    found = {name: _role_difference(name, first, second, differences) for name in present}
     stored = [] if role is not None else [name for name in ROLES if any(name in side.catalog.roles for side in both)]
     left_out = [name for name in stored if name not in roles]
     equal = all(one.same for one in found.values())
-    return Difference(equal, _side(a), _side(b), found, left_out, round(time.monotonic() - started, 3))
+    seconds = round(time.monotonic() - started, 3)
+    return Difference(equal, _side(a), _side(b), found, left_out, tolerance.atol, tolerance.rtol, seconds)
 
 
 class _Prepared(msgspec.Struct, frozen=True):
@@ -308,17 +391,26 @@ def _has_equal_forms(one: Mapping[str, StoredTensor], other: Mapping[str, Stored
     return all(form.content == theirs.content for form, theirs in pairs)
 
 
-_Found = Mapping[Key, tuple[Form, Form, Deviation | None]]
-"""The differing tensors: the forms of both sides, and their deviation."""
+class _Differences(msgspec.Struct, frozen=True):
+    """The tensors of both sides that are not bitwise equal.
+
+    Args:
+        different: the forms of both sides, and their deviation.
+        within: the tensors that are equal within the tolerance.
+    """
+
+    different: Mapping[Key, tuple[Form, Form, Deviation | None]]
+    within: Collection[Key]
 
 
-def _differences(first: _Prepared, second: _Prepared, alike: bool) -> _Found:
+def _differences(first: _Prepared, second: _Prepared, alike: bool, tolerance: Tolerance) -> _Differences:
     """Return the tensors that differ between both sides, with their digests and deviations.
 
     Args:
         first: one side.
         second: the other side.
         alike: whether a plan of one side fits the other.
+        tolerance: how far elements of equal tensors may be apart.
     """
     common = [key for key in first.tensors if key in second.tensors]
     same = {key for key in common if first.tensors[key] == second.tensors[key]}
@@ -331,14 +423,20 @@ def _differences(first: _Prepared, second: _Prepared, alike: bool) -> _Found:
         right = second.plan(comparable)
     else:
         right = second.plan(second.tensors)
-    deviations = _deviations(first, left, second, right, comparable)
-    keys = [key for key in common if key not in same or key in deviations]
+    deviations = _deviations(first, left, second, right, comparable, tolerance)
+    within = {key for key, one in deviations.items() if not one.elements}
+    keys = [key for key in common if key not in same or (key in deviations and key not in within)]
     ours, theirs = (_forms(side, keys) for side in (first, second))
-    return {key: (ours[key], theirs[key], deviations.get(key)) for key in keys}
+    return _Differences({key: (ours[key], theirs[key], deviations.get(key)) for key in keys}, within)
 
 
 def _deviations(
-    first: _Prepared, left: LoadPlan, second: _Prepared, right: LoadPlan, keys: Sequence[Key]
+    first: _Prepared,
+    left: LoadPlan,
+    second: _Prepared,
+    right: LoadPlan,
+    keys: Sequence[Key],
+    tolerance: Tolerance,
 ) -> dict[Key, Deviation]:
     """Return the deviations of the tensors of equal shape and dtype whose bytes differ."""
     sides = [
@@ -348,10 +446,10 @@ def _deviations(
     found: dict[Key, Deviation] = {}
     deviation: DeviationSum | None = None
     for (piece, one), (_, other) in zip(*sides, strict=True):
-        deviation = deviation or DeviationSum(piece.tensor.global_shape)
+        deviation = deviation or DeviationSum(piece.tensor.global_shape, tolerance)
         deviation.add(one, other)
         if piece.is_last:
-            if deviation.elements:
+            if not deviation.is_bitwise_equal:
                 found[piece.role, piece.tensor.name] = deviation.result()
             deviation = None
     return found
@@ -488,9 +586,11 @@ def _compared_roles(sides: Sequence[OpenedCheckpoint], role: str | None) -> tupl
     return tuple(roles)
 
 
-def _role_difference(role: str, first: _Prepared, second: _Prepared, forms: _Found) -> RoleDifference:
-    mine, theirs = ({name for found, name in side.tensors if found == role} for side in (first, second))
-    names = sorted((name for found, name in forms if found == role), key=natural)
-    different = [Different(name, *forms[role, name]) for name in names]
+def _role_difference(role: str, first: _Prepared, second: _Prepared, found: _Differences) -> RoleDifference:
+    mine, theirs = ({name for one, name in side.tensors if one == role} for side in (first, second))
+    names = sorted((name for one, name in found.different if one == role), key=natural)
+    different = [Different(name, *found.different[role, name]) for name in names]
+    within = sum(one == role for one, _ in found.within)
     only_in_a, only_in_b = sorted(mine - theirs, key=natural), sorted(theirs - mine, key=natural)
-    return RoleDifference(len(mine) - len(different) - len(only_in_a), different, only_in_a, only_in_b)
+    equal = len(mine) - len(different) - within - len(only_in_a)
+    return RoleDifference(equal, within, different, only_in_a, only_in_b)

@@ -17,7 +17,7 @@ from paddleformers_fc.families import ModelTensor, OptionalNames, bind, describe
 from paddleformers_fc.families.description import Adapters, B, is_adapter, layer_patterns, shared_copies, with_adapters
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.families.undescribed import completed
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, OpenedCheckpoint, StoredModel
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, NAME_CONFIG, OpenedCheckpoint, StoredModel
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.text import count_text, fold
 
@@ -42,7 +42,7 @@ def built_model(checkpoint: OpenedCheckpoint, adapters: Adapters | None = None) 
         raise OptionError(
             f"{root} has no {CONFIG_NAME}, from which the tensors of its model follow.",
             where=str(root / CONFIG_NAME),
-            next_step="Name a directory with the model's config.json, or copy it there.",
+            next_step=NAME_CONFIG,
         )
     family = family_for(checkpoint.config)
     described = structs.replace(described_by_file(checkpoint.config), partial=True, adapters=adapters)

@@ -130,6 +130,11 @@ def combined(faults: Sequence[FlexError]) -> FlexError | None:
 
 
 CONFIG_NAME = "config.json"
+NAME_CONFIG = (
+    f"Name a directory with the model's {CONFIG_NAME}: --config DIR of diff, plan, export and convert, or config= of "
+    "open and load in Python."
+)
+"""The next step for a checkpoint without a configuration."""
 RUN_ARGUMENTS = "training_args.json"
 """The training arguments in an export. They depend on the layout of the run, so they have no checksum."""
 MAPPING_NAME = "mapping.json"

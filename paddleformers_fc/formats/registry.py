@@ -254,6 +254,15 @@ def read_config(directory: AnyPath) -> dict[str, Any]:
     return flex.read_config(directory) if FLEX.recognises(directory) else huggingface.read_config(directory)
 
 
+def describes_model(directory: AnyPath) -> bool:
+    """Return whether a directory describes its model: a flex checkpoint, or a directory with a ``config.json``.
+
+    Raises:
+        FormatError: the file is not a JSON object.
+    """
+    return FLEX.recognises(directory) or bool(huggingface.read_config(directory))
+
+
 def require_config(directory: AnyPath) -> dict[str, Any]:
     """Return the ``config.json`` of a directory.
 
@@ -268,6 +277,28 @@ def require_config(directory: AnyPath) -> dict[str, Any]:
             f"{directory} has no {CONFIG_NAME}.",
             where=str(directory / CONFIG_NAME),
             next_step="Name a directory with the model's config.json, or copy it there.",
+        )
+    return config
+
+
+def given_config(directory: AnyPath, named: AnyPath) -> dict[str, Any]:
+    """Return the configuration that a user names for a checkpoint without one.
+
+    Args:
+        directory: the checkpoint.
+        named: a directory with the model's ``config.json``, or this file.
+    Raises:
+        OptionError: there is no configuration, or the checkpoint has a different one.
+        FlexError: as :func:`require_config`.
+    """
+    place = named.parent if named.name == CONFIG_NAME else named
+    config = require_config(place)
+    if describes_model(directory) and read_config(directory) != config:
+        raise OptionError(
+            f"{directory} has a configuration, and --config (config=) names a different one.",
+            where=str(place / CONFIG_NAME),
+            evidence=[f"of the checkpoint: {directory / CONFIG_NAME}", f"named: {place / CONFIG_NAME}"],
+            next_step="Leave out --config (config=), which is for checkpoints without a configuration.",
         )
     return config
 

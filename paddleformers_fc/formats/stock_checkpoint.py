@@ -32,6 +32,7 @@ from paddleformers_fc.formats import stock_run
 from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredFragment, StoredTensor, gather_shards
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
+    NAME_CONFIG,
     REFUSE,
     CheckList,
     FileFacts,
@@ -178,11 +179,6 @@ def _bytes(directory: Path, part: StoredFragment, width: int, at: int, count: in
     """Read up to ``count`` elements of a stored box, from element ``at`` on."""
     with open_local(directory / part.file) as file:
         return read_range(file, part.begin + at * width, min(count, part.box.volume - at) * width)
-
-
-NAME_CONFIG = (
-    f"Name a directory with the model's {CONFIG_NAME}: convert --config DIR, or config= of open and load in Python."
-)
 
 
 StockConfig = tuple[dict[str, Any], Mapping[str, FileChecksum]]

@@ -25,7 +25,7 @@ from paddleformers_fc.families import OptionalNames, described_by_file, family_f
 from paddleformers_fc.families.names import tied_sources
 from paddleformers_fc.families.stated import no_family
 from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, not_a_flex_checkpoint
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, NAME_CONFIG, not_a_flex_checkpoint
 from paddleformers_fc.formats.flex import FLEX
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
 from paddleformers_fc.layout.roles import (
@@ -392,7 +392,7 @@ def plan_load(
     """Plan a load of an opened checkpoint onto every rank of a grid.
 
     Args:
-        checkpoint: a flex checkpoint, or open weights with their ``config.json``.
+        checkpoint: a flex checkpoint, or open weights with the model's configuration.
         to: the grid, such as ``tp=2,pp=2``.
         dtype: the target model's dtype; the stored dtype by default.
         aoa_config: statements from stored names to the model's names; only for flex checkpoints.
@@ -411,7 +411,7 @@ def plan_load(
         raise OptionError(
             "The target's layout follows from the model's configuration, which is missing.",
             where=str(root / CONFIG_NAME),
-            next_step="Put the model's config.json next to its weights.",
+            next_step=NAME_CONFIG,
         )
     described = described_by_file(checkpoint.config) if format.canonical else checkpoint.known
     family, stored = family_for(described.config), checkpoint.catalog.roles[MODEL_STATE]

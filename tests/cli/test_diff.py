@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import paddleformers_fc
 from paddleformers_fc.storage import executor
 from paddleformers_fc.storage.executor import Window
 from tests.cli.support import document_of, run, save
 from tests.execute.simulated import canonical
 
 CHANGED = "model.layers.1.self_attn.v_proj.weight"
+NORM = "model.norm.weight"
 
 
 def test_two_layouts_of_the_same_weights_are_equal(one: Path, four: Path) -> None:
@@ -67,7 +69,80 @@ def test_a_large_difference_in_ulps_is_explained(four: Path, tmp_path: Path) -> 
     for name, value, is_explained in (("neighbour", neighbour, False), ("near zero", 1e-12, True)):
         arrays[CHANGED][2, 1] = value
         lines = run("diff", four, save(tmp_path / name, arrays), "--role", "model_state").out.splitlines()
-        assert ("Near zero numbers are dense" in lines[-2]) is is_explained
+        assert any("Near zero numbers are dense" in line for line in lines) is is_explained
+
+
+def test_differences_are_printed_first_the_largest_at_the_top_and_then_what_is_equal(
+    four: Path, tmp_path: Path
+) -> None:
+    arrays = canonical()
+    for number, name in enumerate((CHANGED, "lm_head.weight", "model.norm.weight")):
+        arrays[name][0] += (0.5, 2, 1)[number]
+    lines = run("diff", four, save(tmp_path / "changed", arrays), "--role", "model_state").out.splitlines()
+    places = [next(at for at, line in enumerate(lines) if text in line) for text in ("largest differences", "lm_head")]
+    places += [next(at for at, line in enumerate(lines) if f"model_state {name} " in line) for name in (NORM, CHANGED)]
+    places += [next(at for at, line in enumerate(lines) if text in line) for text in (": different (3)", "  role ")]
+    assert places == sorted(places)
+    assert lines[-1].startswith("not equal: 3 different, of ")
+
+
+def test_tensors_within_a_tolerance_are_equal_and_counted_apart_from_bitwise_equal_ones(
+    four: Path, tmp_path: Path
+) -> None:
+    arrays, tensors = canonical(), len(canonical())
+    arrays[CHANGED][2, 1] += np.float32(1e-4)
+    arrays[NORM][:] *= np.float32(1.001)
+    other = save(tmp_path / "changed", arrays)
+    weights = ("diff", four, other, "--role", "model_state")
+    assert run(*weights).code == 1
+    assert "tolerance" not in run(*weights).out
+    done = run(*weights, "--atol", "1e-3", "--rtol", "0.01")
+    assert done.code == 0
+    last = f"equal: {tensors - 2} tensors bitwise equal, 2 equal within the tolerance (atol 0.001, rtol 0.01), "
+    assert done.out.splitlines()[-1].startswith(last)
+    assert "largest differences" not in done.out
+    arrays[CHANGED][3, 5] += 1
+    third = save(tmp_path / "far", arrays)
+    found = document_of("diff", four, third, "--role", "model_state", "--atol", "1e-3", "--rtol", "0.01", code=1)
+    (different,) = found["roles"]["model_state"]["different"]
+    assert (different["name"], different["deviation"]["elements"], different["deviation"]["first"]) == (
+        CHANGED,
+        1,
+        [3, 5],
+    )
+    counts = found["roles"]["model_state"]
+    assert (counts["equal"], counts["within_tolerance"]) == (tensors - 2, 1)
+    assert (found["atol"], found["rtol"]) == (0.001, 0.01)
+    # The states are the squares and cubes of the weights, and only the changed ones are read.
+    both = paddleformers_fc.open(four).diff(paddleformers_fc.open(other), atol=1e-3, rtol=0.01)
+    assert both.equal
+    assert sum(one.within_tolerance for one in both.roles.values()) > 2
+
+
+def test_a_tolerance_applies_across_layouts_and_formats_and_not_to_shapes_or_dtypes(
+    one: Path, weights: Path, tmp_path: Path
+) -> None:
+    arrays = canonical()
+    arrays[CHANGED][2, 1] += np.float32(1e-4)
+    other = save(tmp_path / "changed", arrays, tp=2, sharded=2)
+    for side in (one, weights):
+        for pair in ((side, other), (other, side)):
+            done = run("diff", *pair, "--role", "model_state", "--atol", "1e-3", "--json")
+            assert (done.code, done.document["roles"]["model_state"]["within_tolerance"]) == (0, 1)
+            assert run("diff", *pair, "--role", "model_state", "--atol", "1e-5").code == 1
+    for name, dtype in (("a", np.float32), ("b", np.float16)):
+        (tmp_path / name).mkdir()
+        save_file({"w": np.zeros(2, dtype)}, tmp_path / name / "model.safetensors")
+    assert "w: dtype float32 and float16" in run("diff", tmp_path / "a", tmp_path / "b", "--atol", "1").out
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "-inf"])
+@pytest.mark.parametrize("option", ["atol", "rtol"])
+def test_a_tolerance_that_is_negative_or_not_finite_is_rejected(one: Path, option: str, value: str) -> None:
+    done = run("diff", one, one, f"--{option}={value}")
+    assert (done.code, done.out) == (2, "")
+    assert f"Invalid argument: {option}=" in done.err
+    assert "Give a finite number of at least 0." in done.err
 
 
 def test_open_weights_are_compared_by_weights_alone(four: Path, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import typer
 
+import paddleformers_fc
 from paddleformers_fc import __version__, errors
 from paddleformers_fc.cli.main import PROGRAM, app, exit_code, main
 from paddleformers_fc.errors import BY_NAME, FlexError
@@ -75,6 +76,66 @@ def test_a_failed_verification_has_its_own_keys_and_those_of_an_error(copy: Path
     document = run("verify", copy, "--json").document
     assert document.keys() == ERROR | set(DOCUMENTS["verify"].__struct_fields__)
     assert set(msgspec.json.decode(FlexError("It failed.").to_wire())) == ERROR
+
+
+@pytest.fixture
+def unconfigured(stored: Path, tmp_path: Path) -> Path:
+    """A checkpoint in Paddle's format without a configuration, which is in ``model/config.json`` next to it."""
+    source = tmp_path / "unconfigured"
+    assert run("convert", stored, source, "--format", "distcp").code == 0
+    (tmp_path / "model").mkdir()
+    (source / "config.json").rename(tmp_path / "model/config.json")
+    return source
+
+
+@pytest.mark.parametrize("named", ["model", "model/config.json"])
+def test_four_commands_read_a_checkpoint_with_the_configuration_that_is_named(
+    stored: Path, unconfigured: Path, tmp_path: Path, named: str
+) -> None:
+    hf, flex = tmp_path / "hf", tmp_path / "flex"
+    commands = [
+        ("diff", stored, unconfigured),
+        ("diff", unconfigured, unconfigured),
+        ("export", unconfigured, hf),
+        ("plan", unconfigured, "--to", "tp=2"),
+        ("convert", unconfigured, flex),
+    ]
+    for command in commands:
+        refused = run(*command)
+        assert refused.code > 0
+        assert "--config DIR of diff, plan, export and convert, or config= of open" in refused.err
+        done = run(*command, "--config", tmp_path / named)
+        assert (done.code, done.err) == (0, "")
+    assert run("diff", stored, hf).code == run("diff", stored, flex).code == 0
+    sizes = [json.loads((place / "config.json").read_text())["hidden_size"] for place in (hf, tmp_path / "model")]
+    assert sizes[0] == sizes[1]
+
+
+def test_a_configuration_that_differs_from_that_of_the_checkpoint_is_rejected_with_both_names(
+    stored: Path, unconfigured: Path, tmp_path: Path
+) -> None:
+    own = json.loads((tmp_path / "model/config.json").read_text())
+    for name, config in (("equal", own), ("different", {**own, "rope_theta": 5})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    for place in ("equal", "different", "nowhere", "different/job.yaml"):
+        commands = [
+            ("diff", stored, stored),
+            ("export", stored, tmp_path / place / "hf"),
+            ("plan", stored, "--to", "tp=2"),
+            ("convert", stored, tmp_path / place / "flex"),
+        ]
+        for command in commands:
+            done = run(*command, "--config", tmp_path / place)
+            assert done.code == (0 if place == "equal" else 2), done.err
+            if place == "different":
+                assert all(str(one / "config.json") in done.err for one in (stored, tmp_path / place))
+            elif place != "equal":
+                assert f"{tmp_path / place} has no config.json" in done.err
+    with pytest.raises(FlexError, match="names a different one"):
+        paddleformers_fc.open(stored).convert(tmp_path / "new", config=tmp_path / "different")
+    # The configuration is used for the side without one, whatever the other side has.
+    assert run("diff", stored, unconfigured, "--config", tmp_path / "different").code == 0
 
 
 # A program that runs commands where Paddle cannot be imported.
@@ -351,7 +412,7 @@ def _contents(root: Path) -> dict[Path, bytes]:
         ("plan sized --to tp=2 --dtype float12", 2, "known: float32, bfloat16, float16"),
         ("plan sized --to tp=2 --dtype bfloat16", 1, "model.norm.weight: stored float32, expected bfloat16"),
         ("plan lost --to tp=2", 1, "is missing"),
-        ("plan bare --to tp=2", 2, "Put the model's config.json next to its weights."),
+        ("plan bare --to tp=2", 2, "Name a directory with the model's config.json: --config DIR"),
         ("plan sized --to tp=2 --aoa-config job.yaml", 2, "The file contains no aoa_config."),
         ("plan open --to tp=2 --aoa-config statements.yaml", 2, "aoa_config"),
         ("plan sized --to tp=2 --html sized/flex_checkpoint.json", 2, "--html"),

@@ -6,6 +6,7 @@ import hashlib
 import math
 import shutil
 import zlib
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import xxhash
 import paddleformers_fc
 from paddleformers_fc.errors import Corrupt
 from paddleformers_fc.execute import diff_checkpoints, digest, export_files
-from paddleformers_fc.execute.diff_checkpoints import Deviation, DeviationSum, compare_checkpoints
+from paddleformers_fc.execute.diff_checkpoints import Deviation, DeviationSum, Tolerance, compare_checkpoints
 from paddleformers_fc.execute.digest import PIECE_BYTES, digest_tensors
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.families import family_for
@@ -183,6 +184,66 @@ def test_a_difference_has_an_absolute_value_where_numbers_are_finite(one: Any, o
     found = deviation(one, other)
     assert (found.elements, found.absolute, found.first) == expected
     assert found.ulp is None or not isinstance(one, np.int64)
+
+
+# ---- Tolerances.
+
+
+def edge_values(kind: type, count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Two arrays of a dtype: every pair of edge values, and pairs of random bits and close numbers."""
+    limits = ml_dtypes.finfo(kind)
+    ends = [0.0, 1.0, limits.max, limits.tiny, limits.smallest_subnormal, limits.tiny / 2, np.inf]
+    edges = np.array([*ends, *(-one for one in map(float, ends)), np.nan], np.float64).astype(kind)
+    random = np.random.default_rng(11)
+    width = np.dtype(kind).itemsize
+    bits = random.integers(0, 1 << (8 * width), count, f"u{width}", endpoint=False).view(kind)
+    close = random.standard_normal(count)
+    one = np.concatenate([np.repeat(edges, edges.size), bits, close.astype(kind)])
+    moved = close * (1 + random.uniform(-0.02, 0.02, count)) + random.uniform(-0.02, 0.02, count)
+    other = np.concatenate([np.tile(edges, edges.size), np.roll(bits, 1), moved.astype(kind)])
+    return one, other
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda kind: np.dtype(kind).name)
+@pytest.mark.parametrize(("atol", "rtol"), [(0.01, 0), (0, 0.01), (0.01, 0.01), (1e-40, 0), (3, 1), (1e38, 0), (0, 2)])
+def test_numbers_are_within_a_tolerance_where_numpy_finds_them_close(kind: type, atol: float, rtol: float) -> None:
+    one, other = edge_values(kind, 3000)
+    with np.errstate(invalid="ignore", over="ignore"):
+        a, b = one.astype(np.float64), other.astype(np.float64)
+        expected = np.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
+    assert 0 < expected.sum() < expected.size
+    assert np.array_equal(Tolerance(atol, rtol).accepts(one, other), expected)
+    summed = DeviationSum(one.shape, Tolerance(atol, rtol))
+    summed.add(one, other)
+    assert summed.result().elements == (~expected).sum()
+    assert summed.result().first == (int(np.flatnonzero(~expected)[0]),)
+
+
+def test_the_values_of_another_nan_and_of_a_negative_zero_are_equal_under_a_tolerance_and_not_without() -> None:
+    one = np.array([0x7FC00000, 0, 5], np.uint32).view(np.float32)
+    other = np.array([0xFFC00001, 1 << 31, 5], np.uint32).view(np.float32)
+    for tolerance, elements in ((Tolerance(), 2), (Tolerance(1e-300), 0), (Tolerance(0, 1e-300), 0)):
+        summed = DeviationSum(one.shape, tolerance)
+        summed.add(one, other)
+        assert (summed.elements, summed.is_bitwise_equal) == (elements, False)
+
+
+INTEGERS = [np.int8, np.uint8, np.int32, np.int64, np.uint64, np.bool_]
+
+
+@pytest.mark.parametrize("kind", INTEGERS, ids=lambda kind: np.dtype(kind).name)
+@pytest.mark.parametrize(("atol", "rtol"), [(1, 0), (0, 0.1), (0.5, 0.25), (2.0**53, 0), (1, 1 - 2.0**-53), (0, 1e308)])
+def test_integers_are_compared_with_a_tolerance_in_exact_arithmetic(kind: type, atol: float, rtol: float) -> None:
+    most = 1 if kind is np.bool_ else int(np.iinfo(kind).max)
+    least = 0 if kind is np.bool_ else int(np.iinfo(kind).min)
+    near = [*(1 << 53, (1 << 53) + 1, (1 << 53) + 2, (1 << 54) + 3), *range(-40, 41, 5), 1, 2, 3]
+    values = sorted(one for one in {least, least + 1, most, most - 1, *near} if least <= one <= most)
+    one, other = (np.array(found, kind) for found in zip(*((a, b) for a in values for b in values), strict=True))
+    expected = [
+        abs(a - b) <= Fraction(atol) + Fraction(rtol) * abs(b)
+        for a, b in zip(map(int, one.tolist()), map(int, other.tolist()), strict=True)
+    ]
+    assert Tolerance(atol, rtol).accepts(one, other).tolist() == expected
 
 
 # ---- Weights of 16 bits and their master weights.

@@ -170,6 +170,26 @@ def test_a_diff_of_one_tensor_of_256_mib_takes_at_most_128_mib(tmp_path: Path) -
     assert found["different"] == [[one.hexdigest() for one in hashes]]
 
 
+DIFF_WITHIN = """
+def diff():
+    done = paddleformers_fc.open(root / "a").diff(paddleformers_fc.open(root / "b"), atol=1.0, rtol=0.5)
+    found["equal"] = [done.equal, *(role.within_tolerance for role in done.roles.values())]
+found["diff"] = risen(diff)
+"""
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_a_diff_with_a_tolerance_of_a_tensor_of_256_mib_takes_at_most_128_mib(tmp_path: Path, dtype: type) -> None:
+    """Every element differs, and every integer lies exactly at the bound."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        numbers = np.full((4096, 65536 // np.dtype(dtype).itemsize), 2 * (name == "b"), dtype)
+        save_file({"w": numbers}, tmp_path / name / "model.safetensors")
+    found = measured(DIFF_WITHIN, tmp_path)
+    assert found["equal"] == [True, 1]
+    assert found["diff"] <= 128 * MEBI
+
+
 def write_small(directory: Path, elements: int, last: int = 0) -> None:
     """Write 20,000 tensors, the last of them with another last number."""
     directory.mkdir()

@@ -34,7 +34,15 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import enumerate_tensors, family_for, is_known
 from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.formats import stock_checkpoint as stock
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, Format, OpenedCheckpoint, StoredShard, local_files
+from paddleformers_fc.formats.checkpoint import (
+    CONFIG_NAME,
+    NAME_CONFIG,
+    Config,
+    Format,
+    OpenedCheckpoint,
+    StoredShard,
+    local_files,
+)
 from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.formats.huggingface import indexed_files, read_files
 from paddleformers_fc.formats.legacy.rank_files import (
@@ -219,7 +227,7 @@ class _Orientation:
         if unproved:
             what = f"The orientation of {count_text(len(unproved), 'weight')} in {self.directory} cannot be proved."
             save_again = "Resume the checkpoint with PaddleFormers, and save it with save_to_hf: false."
-            raise malformed(self.directory, what, unproved, save_again if self.config else stock.NAME_CONFIG)
+            raise malformed(self.directory, what, unproved, save_again if self.config else NAME_CONFIG)
         return {name: one for name, one in decided.items() if isinstance(one, bool)}
 
     def _decided(self) -> dict[str, bool | str]:
