@@ -150,16 +150,17 @@ def inspect(
 def list_checkpoints(directory: OutputDirectory, as_json: Json = False) -> int:
     """List the checkpoints of an output directory: steps, layouts, sizes, whether each is complete; and leftovers.
 
-    A checkpoint is complete if all files have the recorded sizes, and metadata files the recorded checksums. The list
-    includes the run's local tier on this machine.
+    A checkpoint is complete if all files have the recorded sizes, and metadata files the recorded checksums. If the
+    newest one in OUTPUT_DIR is not, the exit code is 1. The list includes the run's local tier on this machine.
     """
     from paddleformers_fc.cli import inspection
-    from paddleformers_fc.execute.output_directory import list_output
+    from paddleformers_fc.execute.output_directory import is_newest_faulty, list_output
     from paddleformers_fc.trainer.tiers import local_tier_of
 
     output_dir = _local(directory, "Listing")
-    _present(list_output(output_dir, local_tier_of(output_dir)), inspection.show_listed, as_json)
-    return OK
+    found = list_output(output_dir, local_tier_of(output_dir))
+    _present(found, inspection.show_listed, as_json)
+    return FAULT if is_newest_faulty(found) else OK
 
 
 @app.command()

@@ -184,6 +184,14 @@ def list_output(directory: Path, local: Path | None = None) -> ListedFacts:
     return ListedFacts(found.path, found.checkpoints, found.leftovers, None if local is None else _content(local))
 
 
+def is_newest_faulty(found: OutputFacts) -> bool:
+    """Return whether the newest checkpoint of an output directory is damaged or incomplete; its local tier is ignored.
+
+    A node of several has only some files in its local tier.
+    """
+    return bool(found.checkpoints and found.checkpoints[0].fault)
+
+
 def directories_below(directory: Path) -> list[str]:
     """Return the directories up to two levels below that contain checkpoints, as relative paths."""
     return sorted({str(path.parent.relative_to(directory)) for path in checkpoints_below(directory)})

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from paddleformers_fc import __version__, upstream
-from paddleformers_fc.execute.output_directory import list_output
+from paddleformers_fc.execute.output_directory import OutputFacts, is_newest_faulty, list_output
 from paddleformers_fc.formats.checkpoint import Check
 from paddleformers_fc.storage.files import files_within, refused, size_of
 from paddleformers_fc.text import count_text, size_text
@@ -215,14 +215,24 @@ def _directory(output_dir: Path, disk: DiskFacts, newest: Path | None, skipped: 
     yield Check("disk", bool(disk.write), rate)
     needed = f"the next save needs {size_text(disk.next_save)}" if disk.next_save else "no checkpoint to compare with"
     yield Check("space", disk.free > disk.next_save, f"{size_text(disk.free)} free; {needed}")
+    listed = list_output(output_dir)
+    if listed.checkpoints:
+        yield _newest(listed)
     if newest is not None:
         text = f"{_name(newest, output_dir)} is resumed" + (f"; skipped: {', '.join(skipped)}" if skipped else "")
     else:
         text = "the run starts from the beginning" if not skipped else "no checkpoint can be resumed, see below"
     yield Check("resume", newest is not None or not skipped, text)
-    left = list_output(output_dir).leftovers
+    left = listed.leftovers
     size = size_text(sum(one.bytes for one in left))
     yield Check("leftovers", True, f"{count_text(len(left), 'leftover')}, {size}" if left else "none")
+
+
+def _newest(listed: OutputFacts) -> Check:
+    name = listed.checkpoints[0].name
+    if is_newest_faulty(listed):
+        return Check("newest", False, f"{name} is damaged or incomplete; paddleformers-fc verify lists its faults")
+    return Check("newest", True, f"{name} is complete")
 
 
 def _name(checkpoint: Path, output_dir: Path) -> str:

@@ -32,7 +32,7 @@ def listed_dir(one: Path, four: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_every_checkpoint_has_its_step_layout_size_and_state(listed_dir: Path, four: Path) -> None:
-    shown = document_of("list", listed_dir)
+    shown = document_of("list", listed_dir, code=1)
     found = {one["name"]: one for one in shown["checkpoints"]}
     assert list(found) == ["checkpoint-9", "checkpoint-5", "checkpoint-3"]
     whole = found["checkpoint-3"]
@@ -53,6 +53,17 @@ def test_the_text_shows_which_checkpoints_are_complete_and_counts_stale_director
     assert lines[-1].startswith("3 checkpoints, 1 complete, ")
     assert lines[-1].endswith("; 1 leftover")
     assert any("A running save uses it." in line for line in lines)
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_the_exit_code_tells_whether_the_newest_checkpoint_is_complete(listed_dir: Path, is_json: bool) -> None:
+    arguments = ("list", listed_dir, *(["--json"] if is_json else []))
+    assert run(*arguments).code == 1
+    shutil.rmtree(listed_dir / "checkpoint-9")
+    assert run(*arguments).code == 1
+    # An older one may be incomplete.
+    (listed_dir / "checkpoint-5").rename(listed_dir / "checkpoint-2")
+    assert run(*arguments).code == 0
 
 
 def test_an_empty_directory_has_no_checkpoints(tmp_path: Path) -> None:
