@@ -57,7 +57,7 @@ from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import RemotePath, parse_named, parse_target
-from paddleformers_fc.text import natural
+from paddleformers_fc.text import natural, suggestion
 
 Location = str | PathLike[str] | RemotePath
 """A path, or a URL such as ``s3://bucket/run/checkpoint-3``."""
@@ -201,6 +201,7 @@ class Checkpoint:
             raise OptionError(
                 f"Unknown tensor {name!r}." if role is None else f"Unknown tensor {name!r} of role {role!r}.",
                 where=str(self._opened.catalog.root),
+                evidence=suggestion(name, {key for one in layout if role in (None, one) for key in layout[one]}),
                 next_step="Checkpoint.tensors() lists the names and roles.",
             )
         tensor = layout[roles[0]][name]

@@ -592,17 +592,20 @@ def _named(text: str) -> AnyPath:
     """Return the directory of an argument. URLs are not checked here, because not every store has directories.
 
     Raises:
-        OptionError: the URL cannot be a directory, or the argument is empty.
+        OptionError: there is no such directory on this machine, the URL cannot be one, or the argument is empty.
         StorageError: the operating system denied access.
-        typer.BadParameter: there is no such directory on this machine.
     """
-    from paddleformers_fc.storage.files import exists, is_directory
+    from paddleformers_fc.storage.files import exists, is_directory, similar_entry
     from paddleformers_fc.storage.paths import expand_user, parse_path
 
     found = parse_path(expand_user(text))
     if isinstance(found, Path) and not is_directory(found):
-        fault = "is a file" if exists(found) else "does not exist"
-        raise typer.BadParameter(f"Directory {str(found)!r} {fault}.")
+        is_file = exists(found)
+        raise OptionError(
+            f"Directory {str(found)!r} {'is a file' if is_file else 'does not exist'}.",
+            evidence=[] if is_file else similar_entry(found),
+            next_step=_HELP,
+        )
     return found
 
 

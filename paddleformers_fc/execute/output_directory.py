@@ -8,7 +8,6 @@ Facts come only from manifests and headers, with one small read per file; no ten
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -27,7 +26,7 @@ from paddleformers_fc.storage.commit import Leftover, leftovers, remove_leftover
 from paddleformers_fc.storage.files import exists, files_within, is_directory, stat_path
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates_in, check_newest, read_manifest, verify_files
 from paddleformers_fc.storage.paths import AnyPath, parse_step
-from paddleformers_fc.text import fold
+from paddleformers_fc.text import fold, likely_meant, similar_word
 
 
 class LeftoverFacts(msgspec.Struct, frozen=True):
@@ -341,14 +340,13 @@ def inspect_directory(directory: AnyPath, pattern: str | None = None) -> Inspect
 def _similar_names(pattern: str, names: Iterable[str]) -> list[str]:
     """Return a line of names that contain the pattern, or are similar to it in some component; indices are folded."""
     text, known = pattern.strip("*").lower(), list(names)
-    containing = fold(name for name in known if text in name.lower())
-    folded = containing or fold(known)
-    parts = difflib.get_close_matches(text, sorted({part for name in folded for part in name.split(".")}), n=1)
-    similar = (
-        containing
-        or difflib.get_close_matches(text, folded, n=_MAX_SIMILAR)
-        or [name for name in folded if set(parts) & set(name.split("."))]
-    )
+    similar = fold(name for name in known if text in name.lower())
+    if not similar:
+        meant = likely_meant(text, known)
+        if meant:
+            return [meant]
+        part = similar_word(text, {part for name in known for part in name.split(".")})
+        similar = fold(name for name in known if part in name.split("."))
     return [f"similar: {', '.join(similar[:_MAX_SIMILAR])}"] if similar and text else []
 
 

@@ -48,7 +48,7 @@ from paddleformers_fc.storage.manifest import (
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import FileLayout, layout_file
 from paddleformers_fc.storage.state_json import decode_object
-from paddleformers_fc.text import count_text, natural
+from paddleformers_fc.text import count_text, natural, suggestion
 
 if TYPE_CHECKING:
     from paddleformers_fc.formats.stock_run import Powers
@@ -564,7 +564,10 @@ def with_role(checkpoint: OpenedCheckpoint, role: str) -> OpenedCheckpoint:
     if role not in (MODEL_STATE, EMA_STATE):
         raise OptionError(
             f"The role {role!r} contains no weights of the model.",
-            evidence=[f"roles of weights: {MODEL_STATE}, {EMA_STATE}"],
+            evidence=[
+                f"roles of weights: {MODEL_STATE}, {EMA_STATE}",
+                *([] if role in ROLES else suggestion(role, ROLES)),
+            ],
             next_step=f"Name {MODEL_STATE} or {EMA_STATE}.",
         )
     if role == EMA_STATE:
