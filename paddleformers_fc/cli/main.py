@@ -189,6 +189,9 @@ def doctor(
         typer.Argument(metavar="OUTPUT_DIR", help="Where a job saves or will save.", autocompletion=_directories),
     ] = None,
     hooks: Annotated[bool, typer.Option(help="Import Paddle, and check the hooks of this package in it.")] = True,
+    all_faults: Annotated[
+        bool, typer.Option("--all", help="List the known faults of the installed Paddle and PaddleFormers.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Diagnose this environment and an output directory: versions, disk, space, and what a resume would do.
@@ -201,7 +204,8 @@ def doctor(
     output_dir = None if directory is None else _local(directory, "A diagnosis")
     with progress.working("checking the environment"):
         found = diagnose(output_dir, hooks)
-    _present(found, verification.show_diagnosis, as_json)
+    show = verification.show_all_of_diagnosis if all_faults else verification.show_diagnosis
+    _present(found, show, as_json)
     return OK if found.passed else FAULT
 
 
@@ -604,7 +608,7 @@ def _named(text: str) -> AnyPath:
         raise OptionError(
             f"Directory {str(found)!r} {'is a file' if is_file else 'does not exist'}.",
             evidence=[] if is_file else similar_entry(found),
-            next_step=_HELP,
+            next_step="Name an existing directory.",
         )
     return found
 

@@ -102,6 +102,18 @@ def test_an_unknown_version_is_a_fault_without_known_faults(monkeypatch: pytest.
     assert {one["package"] for one in found["known_faults"]} == {"paddleformers"}
 
 
+def test_known_faults_are_counted_and_listed_on_request() -> None:
+    count = len(document_of("doctor", "--no-hooks")["known_faults"])
+    short, full = run("doctor", "--no-hooks").out, run("doctor", "--no-hooks", "--all").out
+    assert (
+        f"  known faults of the installed versions, which paddleformers-fc avoids: {count}; --all lists them" in short
+    )
+    assert (count > 1, len(re.findall(r"^    [ST]\d+  ", full, re.MULTILINE))) == (True, count)
+    assert "    S18  paddle: a flipped bit" in full
+    assert "S18" not in short
+    assert "--all" not in full
+
+
 def test_every_known_fault_is_a_row_of_the_guarantees() -> None:
     page = (ROOT / "docs/results/guarantees.md").read_text()
     rows = set(re.findall(r"^\| ([ST]\d+) \|", page, re.MULTILINE))
