@@ -72,9 +72,8 @@ def clean(output_dir: Path, confirmed: Callable[[LeftoverFacts], bool]) -> Clean
     check_no_checkpoint(output_dir)
     removed: list[LeftoverFacts] = []
     left: list[LeftoverFacts] = []
-    for one in leftovers(output_dir):
-        facts = facts_of(one)
-        is_gone = facts.removable and confirmed(facts) and _removed(one.path)
+    for facts in _leftover_facts(output_dir):
+        is_gone = facts.removable and confirmed(facts) and _removed(output_dir / facts.name)
         (removed if is_gone else left).append(facts)
     return Cleaned(str(output_dir), removed, left)
 
@@ -96,6 +95,10 @@ def check_no_checkpoint(output_dir: Path) -> None:
 def facts_of(leftover: Leftover) -> LeftoverFacts:
     """Return the facts of a stale directory or backup."""
     return LeftoverFacts(leftover.path.name, leftover.why, _size(leftover.path), leftover.removable)
+
+
+def _leftover_facts(output_dir: Path) -> list[LeftoverFacts]:
+    return [facts_of(one) for one in leftovers(output_dir)]
 
 
 def _removed(path: Path) -> bool:
@@ -214,8 +217,7 @@ def output_facts(directory: Path) -> OutputFacts | None:
 
 def _content(directory: Path) -> OutputFacts:
     named = [path for path in candidates_in(directory) if parse_step(path) is not None]
-    checkpoints, others = [_checkpoint(path) for path in named], [facts_of(one) for one in leftovers(directory)]
-    return OutputFacts(str(directory), checkpoints, others)
+    return OutputFacts(str(directory), [_checkpoint(path) for path in named], _leftover_facts(directory))
 
 
 def _checkpoint(path: Path) -> CheckpointFacts:

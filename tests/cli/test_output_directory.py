@@ -122,6 +122,18 @@ def test_stale_directories_are_removed_but_no_checkpoints_and_no_running_save(ou
     assert read_manifest(output_dir / "checkpoint-4").step == 4
 
 
+@pytest.mark.parametrize("command", ["list", "inspect"])
+def test_a_list_names_what_clean_would_remove_with_the_reasons(output_dir: Path, command: str) -> None:
+    lines = run(command, output_dir).out.splitlines()
+    first = lines.index(f"  paddleformers-fc clean {output_dir} removes these, after a confirmation for each:")
+    kept = lines.index("  it keeps these:")
+    removed = [line.removeprefix("  removed") for line in run("clean", output_dir, "--yes").out.splitlines()]
+    assert len(lines[first + 1 : kept]) == 3
+    assert set(lines[first + 1 : kept]) <= set(removed)
+    assert "A running save uses it." in lines[kept + 1]
+    assert lines[kept + 1] in removed
+
+
 def test_json_without_yes_lists_stale_directories_and_keeps_them(output_dir: Path) -> None:
     found = document_of("clean", output_dir)
     assert found["removed"] == []
