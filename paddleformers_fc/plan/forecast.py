@@ -44,7 +44,7 @@ from paddleformers_fc.plan.report import CHECKPOINT, OPEN_WEIGHTS, Report
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model
 from paddleformers_fc.plan.sources import huggingface_source, regrouped, resume_source, stored_tensors
 from paddleformers_fc.plan.statements import statements_source
-from paddleformers_fc.storage.dtypes import dtype_size, model_dtype
+from paddleformers_fc.storage.dtypes import dtype_size, model_dtype, parse_dtype
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, IMAGE_BYTES
 from paddleformers_fc.storage.operations import bytes_read, is_read_directly, row_major, strided_axes
 from paddleformers_fc.text import natural
@@ -402,7 +402,8 @@ def plan_load(
         MappingError: the model has no family.
         FlexError: the stored tensors do not match the model of their configuration.
     """
-    grid, root, format = _parse_target(to, dtype), checkpoint.catalog.root, checkpoint.format
+    dtype = None if dtype is None else parse_dtype(dtype, DTYPES)
+    grid, root, format = _parse_target(to), checkpoint.catalog.root, checkpoint.format
     if not format.loadable:
         raise not_a_flex_checkpoint(format, root)
     if format is FLEX and "model_type" not in checkpoint.known.config:
@@ -438,22 +439,15 @@ def plan_load(
     return PlannedLoad(source, model, report, source.mapping.dropped if aoa_config else checkpoint.rules.fresh)
 
 
-def _parse_target(to: str, dtype: str | None) -> ParallelGrid:
-    """Check the dtype, and return the grid of a plan.
+def _parse_target(to: str) -> ParallelGrid:
+    """Return the grid of a plan.
 
     Raises:
-        OptionError: the grid is invalid, or the dtype unknown.
+        OptionError: the grid is invalid.
     """
     if not to.strip():
         raise OptionError(
             "The grid to plan for is empty.", where="--to", next_step="Write it as in tp=2,pp=2, or dp=1 for one rank."
-        )
-    if dtype not in (None, *DTYPES):
-        raise OptionError(
-            f"Unknown dtype {dtype!r}.",
-            where="--dtype",
-            evidence=[f"known: {', '.join(DTYPES)}"],
-            next_step="Choose one of these.",
         )
     grid = parse_grid(to)
     if grid.world_size > _MAX_RANKS:

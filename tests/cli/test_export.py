@@ -174,6 +174,16 @@ def test_bfloat16_rounds_the_weights_of_a_float32_model(tmp_path: Path) -> None:
         assert (found[name].dtype, found[name].tobytes()) == (wanted.dtype, wanted.tobytes())
 
 
+@pytest.mark.parametrize("spelling", ["bf16", "BF16", "torch.bfloat16", "paddle.bfloat16", "BFloat16"])
+def test_usual_spellings_of_a_dtype_give_the_same_export(tmp_path: Path, spelling: str) -> None:
+    one = save(tmp_path / "one", THIRDS, config=SIZES)
+    exported(one, tmp_path / "hf", "--dtype", "bfloat16")
+    exported(one, tmp_path / "short", "--dtype", spelling, "--verify", "off")
+    names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "short").iterdir())
+    assert all((tmp_path / "hf" / name).read_bytes() == (tmp_path / "short" / name).read_bytes() for name in names)
+
+
 def test_the_stored_dtype_changes_no_byte(tmp_path: Path) -> None:
     stored = save_half(tmp_path / "checkpoint-3", masters=True)
     exported(stored, tmp_path / "plain")

@@ -41,6 +41,11 @@ def test_open_weights_are_planned_and_casts_are_listed(stored: Path, tmp_path: P
     assert f"cast  {len(found['cast'])} tensors" in run("plan", weights, "--to", "tp=2", "--dtype", "bfloat16").out
 
 
+@pytest.mark.parametrize("spelling", ["fp32", "float", "torch.float32", "F32"])
+def test_usual_spellings_of_a_dtype_give_the_same_plan(stored: Path, spelling: str) -> None:
+    assert planned(stored, "--to", "tp=2", "--dtype", spelling) == planned(stored, "--to", "tp=2", "--dtype", "float32")
+
+
 def test_equal_ranks_share_a_row_of_the_text(stored: Path) -> None:
     text = run("plan", stored, "--to", "pp=2,dp=2").out
     assert "-> dp=2,pp=2" in text
