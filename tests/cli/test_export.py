@@ -184,6 +184,17 @@ def test_usual_spellings_of_a_dtype_give_the_same_export(tmp_path: Path, spellin
     assert all((tmp_path / "hf" / name).read_bytes() == (tmp_path / "short" / name).read_bytes() for name in names)
 
 
+def test_a_float16_model_is_exported_in_its_own_dtype_only(tmp_path: Path) -> None:
+    half = {name: array.astype(np.float16) for name, array in THIRDS.items()}
+    one = save(tmp_path / "one", half, config=SIZES)
+    assert exported(one, tmp_path / "hf").keys() == half.keys()
+    refused = run("export", one, tmp_path / "cast", "--dtype", "bf16")
+    assert (refused.code, refused.err.splitlines()[0]) == (
+        2,
+        "The model's dtype float16 cannot be converted to bfloat16.",
+    )
+
+
 def test_the_stored_dtype_changes_no_byte(tmp_path: Path) -> None:
     stored = save_half(tmp_path / "checkpoint-3", masters=True)
     exported(stored, tmp_path / "plain")
