@@ -40,16 +40,16 @@ def test_the_checkpoint_of_a_resume_and_the_space_of_a_save_are_reported(output_
     assert [line.split(":")[0].split()[0] for line in found["skipped"]] == ["checkpoint-9"]
     assert found["disk"]["next_save"] == sum(path.stat().st_size for path in one.rglob("*") if path.is_file())
     assert min(found["disk"]["write"], found["disk"]["read"], found["disk"]["free"]) > 0
-    assert [check["name"] for check in found["checks"]] == [
-        *("versions", "disk", "space", "newest", "resume", "leftovers")
+    assert [check["name"] for check in found["checks"]] == [*("versions", "disk", "space", "resume", "leftovers")]
+    assert [check for check in found["checks"] if not check["passed"]] == [
+        {"name": "resume", "passed": False, "detail": "checkpoint-3 is resumed; 1 newer checkpoint skipped, see below"}
     ]
-    assert [check["name"] for check in found["checks"] if not check["passed"]] == ["newest"]
 
 
 def test_a_complete_newest_checkpoint_is_no_fault_although_an_older_one_is_damaged(output_dir: Path) -> None:
     (output_dir / "checkpoint-9").rename(output_dir / "checkpoint-2")
     found = document_of("doctor", output_dir, "--no-hooks")
-    assert {"name": "newest", "passed": True, "detail": "checkpoint-3 is complete"} in found["checks"]
+    assert {"name": "resume", "passed": True, "detail": "checkpoint-3 is resumed"} in found["checks"]
     assert run("list", output_dir).code == 0
 
 
@@ -67,6 +67,12 @@ def test_a_local_tier_is_examined(output_dir: Path, one: Path, tmp_path_factory:
     assert [one["name"] for one in listed["local"]["checkpoints"]] == ["checkpoint-8"]
     assert "local tier on this machine:" in run("list", output_dir).out
     assert document_of("list", local)["local"] is None
+    (output_dir / "checkpoint-2").rename(output_dir / "checkpoint-5")
+    hidden = document_of("doctor", output_dir, "--no-hooks", code=1)
+    assert [check["detail"] for check in hidden["checks"] if not check["passed"]] == [
+        f"{newest} is resumed; checkpoint-5 is damaged or incomplete"
+    ]
+    (output_dir / "checkpoint-5").rename(output_dir / "checkpoint-2")
     # The tier of another run, or of another machine.
     (local / RECORD_NAME).unlink()
     assert document_of("list", output_dir)["local"] is None
@@ -84,7 +90,7 @@ def test_checkpoints_that_cannot_be_resumed_are_a_fault(tmp_path: Path) -> None:
 def test_a_disk_without_space_for_the_next_save_is_a_fault(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
     found = document_of("doctor", output_dir, "--no-hooks", code=1)
-    assert {one["name"] for one in found["checks"] if not one["passed"]} == {"disk", "space", "newest"}
+    assert {one["name"] for one in found["checks"] if not one["passed"]} == {"disk", "space", "resume"}
 
 
 def test_the_hooks_of_the_installed_versions_are_compared() -> None:
