@@ -33,7 +33,13 @@ from paddleformers_fc.api_arguments import (
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.execute.diff_checkpoints import Difference, Tolerance, compare_checkpoints
 from paddleformers_fc.execute.digest import read_canonical
-from paddleformers_fc.execute.export import ExportReport, check_dtype, check_no_overlap, check_target, export_opened
+from paddleformers_fc.execute.export import (
+    ExportReport,
+    check_no_overlap,
+    check_target,
+    export_opened,
+    parse_export_dtype,
+)
 from paddleformers_fc.execute.merging import check_same_base
 from paddleformers_fc.execute.verify import Verification, verify_checkpoint
 from paddleformers_fc.formats import OpenedCheckpoint
@@ -59,7 +65,7 @@ from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import RemotePath, parse_named, parse_target
-from paddleformers_fc.text import count_text, natural, size_text
+from paddleformers_fc.text import count_text, natural, size_text, suggestion
 
 Location = str | PathLike[str] | RemotePath
 """A path, or a URL such as ``s3://bucket/run/checkpoint-3``."""
@@ -215,6 +221,7 @@ class Checkpoint:
             raise OptionError(
                 f"Unknown tensor {name!r}." if role is None else f"Unknown tensor {name!r} of role {role!r}.",
                 where=str(self._opened.catalog.root),
+                evidence=suggestion(name, {key for one in layout if role in (None, one) for key in layout[one]}),
                 next_step="Checkpoint.tensors() lists the names and roles.",
             )
         tensor = layout[roles[0]][name]
@@ -347,8 +354,8 @@ class Checkpoint:
             accept_base: allow a ``base`` that differs from the files that the adapters were trained on.
             role: ``model_state``, or ``ema_state`` for the moving average, in the dtypes of the weights. Tensors
                 without an average come from ``model_state``.
-            dtype: ``float32`` or ``bfloat16``; the dtype of the weights by default. ``float32`` exports master weights
-                where they are stored.
+            dtype: ``float32`` or ``bfloat16``, also written ``fp32`` or ``bf16``; the dtype of the weights by default.
+                ``float32`` exports master weights where they are stored.
             md5: also compute one md5 of the names and bytes of all tensors while they are written, for the report. It
                 is equal for every layout and size of files.
         Raises:
@@ -370,7 +377,7 @@ class Checkpoint:
         merged = None if base is None else _base_of(self._opened, base, verify, accept_base)
         if merged is not None:
             writer = writer_of("huggingface")
-        check_dtype(dtype)
+        dtype = parse_export_dtype(dtype)
         if dtype and (merged is not None or writer is not HUGGINGFACE_WRITER):
             raise OptionError(
                 "Adapters are exported in their own dtype.",

@@ -19,6 +19,7 @@ import msgspec
 from paddleformers_fc.errors import OptionError
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.storage.paths import RemotePath
+from paddleformers_fc.text import suggestion
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -27,10 +28,12 @@ class Kind(msgspec.Struct, frozen=True):
     Args:
         expected: a noun phrase, such as "a whole number", used after "Give" and after "is not".
         accepts: whether a value is valid.
+        words: the valid values if they are texts.
     """
 
     expected: str
     accepts: Callable[[object], bool]
+    words: tuple[str, ...] = ()
 
 
 def _is_int(value: object, least: int, most: float = math.inf) -> bool:
@@ -67,7 +70,7 @@ DEGREES = Kind('the degree of each axis, such as {"tp": 2, "pp": 1}', _is_degree
 
 def one_of(values: Collection[str]) -> Kind:
     """Return the kind of an argument that is one of these texts."""
-    return Kind(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
+    return Kind(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values, tuple(values))
 
 
 def instance_of(kind: type | tuple[type, ...], expected: str) -> Kind:
@@ -89,7 +92,7 @@ def require(kind: Kind, **arguments: object) -> None:
             raise OptionError(
                 f"Invalid argument: {name}={reprlib.repr(value)}.",
                 where=name,
-                evidence=[f"its type is {type(value).__name__}"],
+                evidence=[f"its type is {type(value).__name__}", *suggestion(value, kind.words)],
                 next_step=f"Give {kind.expected}.",
             )
 

@@ -51,11 +51,23 @@ def _is_number(piece: str) -> bool:
     return piece.isascii() and piece.isdigit() and len(piece) <= 18
 
 
-def likely_meant(given: str, known: Iterable[str]) -> str:
-    """Return a question that suggests a similar known word; empty if there is none."""
+def similar_word(given: str, known: Iterable[str]) -> str:
+    """Return the known word that is most similar to a word, ignoring case; empty if none is similar."""
     by_lower = {word.lower(): word for word in sorted(known)}
     close = difflib.get_close_matches(given.lower(), by_lower, n=1)
-    return f"is {by_lower[close[0]]} meant?" if close else ""
+    return by_lower[close[0]] if close else ""
+
+
+def likely_meant(given: str, known: Iterable[str]) -> str:
+    """Return a question that suggests a similar known word; empty if there is none."""
+    similar = similar_word(given, known)
+    return f"is {similar} meant?" if similar else ""
+
+
+def suggestion(given: object, known: Iterable[str]) -> list[str]:
+    """Return :func:`likely_meant` as evidence of an error: one line, or none, as for a value that is not a text."""
+    meant = likely_meant(given, known) if isinstance(given, str) else ""
+    return [meant] if meant else []
 
 
 def fold(lines: Iterable[str], limit: int = 200) -> list[str]:

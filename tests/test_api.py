@@ -125,6 +125,10 @@ def test_a_box_equals_the_slice_of_the_tensor(saved: Path) -> None:
         np.testing.assert_array_equal(checkpoint.read(EMBEDDING, (one, slice(None))), whole[one])
     with pytest.raises(OptionError, match="Unknown tensor 'nothing'"):
         checkpoint.read("nothing")
+    with pytest.raises(OptionError, match=r"- is model.norm.weight meant\?"):
+        checkpoint.read("model.norm.weigth", role="model_state")
+    with pytest.raises(OptionError, match=r"- is model_state meant\?"):
+        checkpoint.read("model.norm.weight", role="model_sate")
     with pytest.raises(OptionError, match="has 2 slices instead of 1"):
         checkpoint.read("model.norm.weight", (slice(0, 1), slice(0, 1)))
     with pytest.raises(OptionError, match=r"contains 0, which is not a slice") as raised:
@@ -253,6 +257,9 @@ def test_a_directory_without_a_checkpoint_is_refused_with_every_known_format(tmp
     assert all(one.title in raised.value.evidence[-1] for one in FORMATS)
     with pytest.raises(NotACheckpoint, match="missing does not exist"):
         paddleformers_fc.open(tmp_path / "missing")
+    (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(NotACheckpoint, match=r"- is checkpoint-3 meant\?"):
+        paddleformers_fc.open(tmp_path / "checkpoint-33")
 
 
 def test_an_export_onto_a_model_names_the_argument_that_replaces_it(saved: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ entry shows at most four shards. JSON output lists all tensors and shards.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
@@ -25,18 +26,33 @@ from paddleformers_fc.trainer.resume import degrees_text
 def show_cleaned(found: output_directory.Cleaned, console: output.Console) -> None:
     """Print a line per directory, and the total."""
     console.print(found.path, style="bold")
-    show_leftovers(found.left, console)
+    for one in found.left:
+        console.print(_leftover_line(one), soft_wrap=True)
     for one in found.removed:
-        console.print(f"  removed  {one.name}  {size_text(one.bytes)}")
+        console.print(f"  removed{_leftover_line(one)}", soft_wrap=True)
     size = size_text(sum(one.bytes for one in found.removed))
     summary = f": {count_text(len(found.removed), 'leftover')}, {size}; {len(found.left)} left"
     output.print_styled(console, ("removed", "bold green"), summary)
 
 
-def show_leftovers(found: list[output_directory.LeftoverFacts], console: output.Console) -> None:
-    """Print every leftover with its size and the reason why it is there."""
-    for one in found:
-        console.print(f"  {one.name}  {size_text(one.bytes)}: {one.why}")
+def _leftover_line(one: output_directory.LeftoverFacts) -> str:
+    """Return the line of a leftover: its name, its size and the reason why it is there."""
+    return f"  {one.name}  {size_text(one.bytes)}: {one.why}"
+
+
+def _show_leftovers(found: output_directory.OutputFacts, console: output.Console) -> None:
+    """Print what ``clean`` would remove, and what it keeps."""
+    command = f"paddleformers-fc clean {shlex.quote(found.path)}"
+    removable = [one for one in found.leftovers if one.removable]
+    if removable:
+        console.print(f"  {command} removes these, after a confirmation for each:", soft_wrap=True)
+    for one in removable:
+        console.print(_leftover_line(one), soft_wrap=True)
+    if len(removable) < len(found.leftovers):
+        console.print("  it keeps these:" if removable else f"  {command} keeps these:", soft_wrap=True)
+    for one in found.leftovers:
+        if not one.removable:
+            console.print(_leftover_line(one), soft_wrap=True)
 
 
 def show_listed(found: output_directory.ListedFacts, console: output.Console) -> None:
@@ -65,9 +81,7 @@ def show_output(found: output_directory.OutputFacts, console: output.Console) ->
     for one in found.checkpoints:
         if one.fault:
             console.print(f"  {one.name}: {one.fault}", soft_wrap=True)
-    if found.leftovers:
-        console.print("  leftovers (paddleformers-fc clean removes those that you confirm):")
-        show_leftovers(found.leftovers, console)
+    _show_leftovers(found, console)
     complete = sum(not one.fault for one in found.checkpoints)
     console.print(
         f"{count_text(len(found.checkpoints), 'checkpoint')}, {complete} complete, "
@@ -155,9 +169,7 @@ def _show_output(found: output_directory.OutputFacts, console: output.Console) -
     for one in found.checkpoints:
         run = f", run {one.run}" if one.run else ""
         console.print(f"  {one.name}{run}{f': {one.fault}' if one.fault else ''}")
-    if found.leftovers:
-        console.print("  leftovers (paddleformers-fc clean removes those that you confirm):")
-        show_leftovers(found.leftovers, console)
+    _show_leftovers(found, console)
 
 
 def _headline(found: output_directory.Inspection, files: str) -> list[tuple[str, str]]:

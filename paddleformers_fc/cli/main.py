@@ -158,16 +158,17 @@ def inspect(
 def list_checkpoints(directory: OutputDirectory, as_json: Json = False) -> int:
     """List the checkpoints of an output directory: steps, layouts, sizes, whether each is complete; and leftovers.
 
-    A checkpoint is complete if all files have the recorded sizes, and metadata files the recorded checksums. The list
-    includes the run's local tier on this machine.
+    A checkpoint is complete if all files have the recorded sizes, and metadata files the recorded checksums. If the
+    newest one in OUTPUT_DIR is not, the exit code is 1. The list includes the run's local tier on this machine.
     """
     from paddleformers_fc.cli import inspection
-    from paddleformers_fc.execute.output_directory import list_output
+    from paddleformers_fc.execute.output_directory import is_newest_faulty, list_output
     from paddleformers_fc.trainer.tiers import local_tier_of
 
     output_dir = _local(directory, "Listing")
-    _present(list_output(output_dir, local_tier_of(output_dir)), inspection.show_listed, as_json)
-    return OK
+    found = list_output(output_dir, local_tier_of(output_dir))
+    _present(found, inspection.show_listed, as_json)
+    return FAULT if is_newest_faulty(found) else OK
 
 
 @app.command()
@@ -196,6 +197,9 @@ def doctor(
         typer.Argument(metavar="OUTPUT_DIR", help="Where a job saves or will save.", autocompletion=_directories),
     ] = None,
     hooks: Annotated[bool, typer.Option(help="Import Paddle, and check the hooks of this package in it.")] = True,
+    all_faults: Annotated[
+        bool, typer.Option("--all", help="List the known faults of the installed Paddle and PaddleFormers.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Diagnose this environment and an output directory: versions, disk, space, and what a resume would do.
@@ -208,7 +212,8 @@ def doctor(
     output_dir = None if directory is None else _local(directory, "A diagnosis")
     with progress.working("checking the environment"):
         found = diagnose(output_dir, hooks)
-    _present(found, verification.show_diagnosis, as_json)
+    show = verification.show_all_of_diagnosis if all_faults else verification.show_diagnosis
+    _present(found, show, as_json)
     return OK if found.passed else FAULT
 
 
@@ -602,17 +607,20 @@ def _named(text: str) -> AnyPath:
     """Return the directory of an argument. URLs are not checked here, because not every store has directories.
 
     Raises:
-        OptionError: the URL cannot be a directory, or the argument is empty.
+        OptionError: there is no such directory on this machine, the URL cannot be one, or the argument is empty.
         StorageError: the operating system denied access.
-        typer.BadParameter: there is no such directory on this machine.
     """
-    from paddleformers_fc.storage.files import exists, is_directory
+    from paddleformers_fc.storage.files import exists, is_directory, similar_entry
     from paddleformers_fc.storage.paths import expand_user, parse_path
 
     found = parse_path(expand_user(text))
     if isinstance(found, Path) and not is_directory(found):
-        fault = "is a file" if exists(found) else "does not exist"
-        raise typer.BadParameter(f"Directory {str(found)!r} {fault}.")
+        is_file = exists(found)
+        raise OptionError(
+            f"Directory {str(found)!r} {'is a file' if is_file else 'does not exist'}.",
+            evidence=[] if is_file else similar_entry(found),
+            next_step="Name an existing directory.",
+        )
     return found
 
 

@@ -11,6 +11,7 @@ import msgspec
 from paddleformers_fc import output
 from paddleformers_fc.cli.settings import read_settings
 from paddleformers_fc.errors import OptionError
+from paddleformers_fc.layout.batch_sizes import StepSamples
 from paddleformers_fc.plan.forecast import GridPlan, PlanFlows, RankForecast
 from paddleformers_fc.storage.files import exists, is_directory, open_local, read_range, replace_file
 from paddleformers_fc.text import count_text, fold, size_text
@@ -86,6 +87,8 @@ def show(found: GridPlan, console: output.Console) -> None:
         "boxes": f"{found.items:,}, each a part of a stored tensor that one rank reads",
         "peak": f"{size_text(found.peak)} on the rank that needs most: its tensors, and scratch memory to read them",
     }
+    if found.samples is not None:
+        facts["samples per step"] = _samples_text(found.samples, found.to)
     console.print(output.facts_table(facts.items()))
     console.print()
     table = output.table_of("ranks", ("held", "read", "boxes", "peak"))
@@ -101,6 +104,16 @@ def show(found: GridPlan, console: output.Console) -> None:
             output.print_styled(console, (f"{heading}  ", "dim"), count_text(len(lines), "tensor"))
         for line in fold(lines):
             console.print(f"  {line}", soft_wrap=True)
+
+
+def _samples_text(found: StepSamples, to: str) -> str:
+    if found.planned == found.saved:
+        return f"{found.saved:,}, as saved"
+    text = f"{found.saved:,} saved, {found.planned:,} with {to}"
+    if not found.keep:
+        return f"{text}; no setting keeps {found.saved:,}"
+    settings = ", ".join(f"{key}: {value}" for key, value in found.keep.items())
+    return f"{text}; to keep {found.saved:,}, set {settings}"
 
 
 def _alike(ranks: Iterable[RankForecast]) -> list[tuple[str, RankForecast]]:

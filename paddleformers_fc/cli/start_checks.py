@@ -26,11 +26,11 @@ from paddleformers_fc.families.declarations import DIVIDED
 from paddleformers_fc.formats.registry import is_resumable, open_weights, read_config, saved_run
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
-from paddleformers_fc.storage.files import check_writable, exists, is_directory, is_file, list_directory
+from paddleformers_fc.storage.files import check_writable, exists, is_directory, is_file, list_directory, similar_entry
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates_in, read_manifest, verify_files
 from paddleformers_fc.storage.paths import AnyPath, expand_user, parse_path
 from paddleformers_fc.storage.remote_writes import check_remote_writable
-from paddleformers_fc.text import count_text, likely_meant
+from paddleformers_fc.text import count_text
 from paddleformers_fc.trainer import conflicts, options, resume, tiers
 from paddleformers_fc.trainer.stock_keys import StockTable, check_values, stock_table
 
@@ -184,9 +184,8 @@ def _missing_paths(settings: Mapping[str, Any]) -> Iterator[str]:
     for key, text in named:
         path = Path(expand_user(text))
         if _is_local(text, PurePath(str(output_dir))) and not exists(path):
-            siblings = [one.name for one in list_directory(path.parent)] if is_directory(path.parent) else []
-            meant = likely_meant(path.name, siblings)
-            yield f"{key}: {text} does not exist{meant and f' in {path.parent}; {meant}'}"
+            meant = "".join(f" in {path.parent}; {line}" for line in similar_entry(path))
+            yield f"{key}: {text} does not exist{meant}"
 
 
 def _listed(value: Any) -> list[str]:

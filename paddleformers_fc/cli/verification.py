@@ -14,6 +14,8 @@ from paddleformers_fc.formats.checkpoint import UNCOMPARED, Check
 if TYPE_CHECKING:
     from paddleformers_fc.trainer.diagnosis import Diagnosis  # Importing it looks up the installed libraries.
 
+_KNOWN_FAULTS = "  known faults of the installed versions, which paddleformers-fc avoids"
+
 
 def show(outcome: Verification, console: output.Console) -> None:
     """Print a line per check, and the verdict."""
@@ -55,7 +57,25 @@ def _verdict(outcome: Verification) -> tuple[str, str]:
 
 
 def show_diagnosis(found: Diagnosis, console: output.Console) -> None:
-    """Print versions, a line per check, checkpoints that a resume skips, and known faults of the installed versions."""
+    """Print versions, checks, checkpoints that a resume skips, and the number of known faults of the versions."""
+    _show_checked(found, console)
+    if found.known_faults:
+        count = len(found.known_faults)
+        console.print(f"{_KNOWN_FAULTS}: {count}; --all lists them", soft_wrap=True)
+    _show_passed(found, console)
+
+
+def show_all_of_diagnosis(found: Diagnosis, console: output.Console) -> None:
+    """Print what :func:`show_diagnosis` prints, and the known faults."""
+    _show_checked(found, console)
+    if found.known_faults:
+        console.print(f"{_KNOWN_FAULTS} (docs/results/guarantees.md):", soft_wrap=True)
+    for fault in found.known_faults:
+        console.print(f"    {fault.id}  {fault.package}: {fault.what}", style="dim", soft_wrap=True)
+    _show_passed(found, console)
+
+
+def _show_checked(found: Diagnosis, console: output.Console) -> None:
     versions = [f"{one.name} {one.version or 'not installed'}" for one in found.packages]
     console.print(", ".join(versions), soft_wrap=True)
     if found.path:
@@ -63,8 +83,7 @@ def show_diagnosis(found: Diagnosis, console: output.Console) -> None:
     show_checks(found.checks, console)
     for line in found.skipped:
         console.print(f"  skipped: {line}", soft_wrap=True)
-    if found.known_faults:
-        console.print("  faults of the installed versions that paddleformers-fc avoids (docs/results/guarantees.md):")
-    for fault in found.known_faults:
-        console.print(f"    {fault.id}  {fault.package}: {fault.what}", style="dim", soft_wrap=True)
+
+
+def _show_passed(found: Diagnosis, console: output.Console) -> None:
     output.print_styled(console, ("OK", "bold green") if found.passed else ("FAILED", "bold red"))

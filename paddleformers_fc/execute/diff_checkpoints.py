@@ -44,7 +44,7 @@ from paddleformers_fc.storage.executor import ReadPool, run_workers
 from paddleformers_fc.storage.operations import Operation
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.progress import advance, expect
-from paddleformers_fc.text import natural
+from paddleformers_fc.text import natural, suggestion
 
 COMPARE_BYTES = 2 << 20
 """Bytes of a piece on each side, small enough to be in the processor's cache when they are compared."""
@@ -571,7 +571,7 @@ def _compared_roles(sides: Sequence[OpenedCheckpoint], role: str | None) -> tupl
         raise OptionError(
             f"Unknown role {role!r}.",
             where="--role",
-            evidence=[f"roles: {', '.join(ROLES)}"],
+            evidence=[f"roles: {', '.join(ROLES)}", *suggestion(role, ROLES)],
             next_step="Name one of these, or leave out --role (role=) to compare all.",
         )
     roles = [one for one in ROLES if role in (None, one)]

@@ -53,7 +53,7 @@ from paddleformers_fc.plan.report import OPEN_WEIGHTS
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source, huggingface_source, resume_source
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
-from paddleformers_fc.storage.dtypes import model_dtype
+from paddleformers_fc.storage.dtypes import model_dtype, parse_dtype
 from paddleformers_fc.storage.files import check_not_file, exists, list_directory, real_path
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
@@ -62,19 +62,13 @@ _KEYS = ("torch_dtype", "dtype")
 """Keys of a configuration that name the dtype of the weights."""
 
 
-def check_dtype(dtype: str) -> None:
-    """Check that an export can have a dtype.
+def parse_export_dtype(dtype: str) -> str:
+    """Return the name of the dtype of an export; empty for the stored dtype.
 
     Raises:
         OptionError: it is neither empty nor one of the dtypes between which plans cast.
     """
-    if dtype and dtype not in CAST:
-        raise OptionError(
-            f"An export cannot have the dtype {dtype!r}.",
-            where="--dtype",
-            evidence=[f"known: {', '.join(sorted(CAST))}"],
-            next_step="Leave out --dtype (dtype=) for the stored dtype.",
-        )
+    return parse_dtype(dtype, CAST) if dtype else ""
 
 
 def recast(
@@ -96,7 +90,13 @@ def recast(
     """
     weights = layout[MODEL_STATE]
     stored = model_dtype({shard.dtype for shard in weights.values()})
-    check_dtype(stored)
+    if stored not in CAST:
+        raise OptionError(
+            f"The model's dtype {stored} cannot be converted to {dtype}.",
+            where="--dtype",
+            evidence=[f"known: {', '.join(CAST)}"],
+            next_step="Leave out --dtype (dtype=) for the stored dtype.",
+        )
     kept = _kept(checkpoint) if stored == "float32" else frozenset()
     changed = {
         name: msgspec.structs.replace(shard, dtype=dtype) if shard.dtype == stored and name not in kept else shard

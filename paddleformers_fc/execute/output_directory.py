@@ -8,7 +8,6 @@ Facts come only from manifests and headers, with one small read per file; no ten
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -27,7 +26,7 @@ from paddleformers_fc.storage.commit import Leftover, leftovers, remove_leftover
 from paddleformers_fc.storage.files import exists, files_within, is_directory, stat_path
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates_in, check_newest, read_manifest, verify_files
 from paddleformers_fc.storage.paths import AnyPath, parse_step
-from paddleformers_fc.text import fold
+from paddleformers_fc.text import fold, likely_meant, similar_word
 
 
 class LeftoverFacts(msgspec.Struct, frozen=True):
@@ -73,9 +72,8 @@ def clean(output_dir: Path, confirmed: Callable[[LeftoverFacts], bool]) -> Clean
     check_no_checkpoint(output_dir)
     removed: list[LeftoverFacts] = []
     left: list[LeftoverFacts] = []
-    for one in leftovers(output_dir):
-        facts = facts_of(one)
-        is_gone = facts.removable and confirmed(facts) and _removed(one.path)
+    for facts in _leftover_facts(output_dir):
+        is_gone = facts.removable and confirmed(facts) and _removed(output_dir / facts.name)
         (removed if is_gone else left).append(facts)
     return Cleaned(str(output_dir), removed, left)
 
@@ -97,6 +95,10 @@ def check_no_checkpoint(output_dir: Path) -> None:
 def facts_of(leftover: Leftover) -> LeftoverFacts:
     """Return the facts of a stale directory or backup."""
     return LeftoverFacts(leftover.path.name, leftover.why, _size(leftover.path), leftover.removable)
+
+
+def _leftover_facts(output_dir: Path) -> list[LeftoverFacts]:
+    return [facts_of(one) for one in leftovers(output_dir)]
 
 
 def _removed(path: Path) -> bool:
@@ -184,6 +186,14 @@ def list_output(directory: Path, local: Path | None = None) -> ListedFacts:
     return ListedFacts(found.path, found.checkpoints, found.leftovers, None if local is None else _content(local))
 
 
+def is_newest_faulty(found: OutputFacts) -> bool:
+    """Return whether the newest checkpoint of an output directory is damaged or incomplete; its local tier is ignored.
+
+    A node of several has only some files in its local tier.
+    """
+    return bool(found.checkpoints and found.checkpoints[0].fault)
+
+
 def directories_below(directory: Path) -> list[str]:
     """Return the directories up to two levels below that contain checkpoints, as relative paths."""
     return sorted({str(path.parent.relative_to(directory)) for path in checkpoints_below(directory)})
@@ -207,8 +217,7 @@ def output_facts(directory: Path) -> OutputFacts | None:
 
 def _content(directory: Path) -> OutputFacts:
     named = [path for path in candidates_in(directory) if parse_step(path) is not None]
-    checkpoints, others = [_checkpoint(path) for path in named], [facts_of(one) for one in leftovers(directory)]
-    return OutputFacts(str(directory), checkpoints, others)
+    return OutputFacts(str(directory), [_checkpoint(path) for path in named], _leftover_facts(directory))
 
 
 def _checkpoint(path: Path) -> CheckpointFacts:
@@ -333,14 +342,13 @@ def inspect_directory(directory: AnyPath, pattern: str | None = None) -> Inspect
 def _similar_names(pattern: str, names: Iterable[str]) -> list[str]:
     """Return a line of names that contain the pattern, or are similar to it in some component; indices are folded."""
     text, known = pattern.strip("*").lower(), list(names)
-    containing = fold(name for name in known if text in name.lower())
-    folded = containing or fold(known)
-    parts = difflib.get_close_matches(text, sorted({part for name in folded for part in name.split(".")}), n=1)
-    similar = (
-        containing
-        or difflib.get_close_matches(text, folded, n=_MAX_SIMILAR)
-        or [name for name in folded if set(parts) & set(name.split("."))]
-    )
+    similar = fold(name for name in known if text in name.lower())
+    if not similar:
+        meant = likely_meant(text, known)
+        if meant:
+            return [meant]
+        part = similar_word(text, {part for name in known for part in name.split(".")})
+        similar = fold(name for name in known if part in name.split("."))
     return [f"similar: {', '.join(similar[:_MAX_SIMILAR])}"] if similar and text else []
 
 

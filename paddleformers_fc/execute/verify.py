@@ -119,7 +119,7 @@ def verify_checkpoint(directory: AnyPath, level: str) -> tuple[Verification, Fle
     except FlexError as error:
         if error not in checks.faults:
             checks.faults.append(error)
-    problem = combined(checks.faults)
+    problem = combined(checks.faults, directory)
     outcome = Verification(
         kind=format.name,
         path=str(directory),

@@ -22,6 +22,7 @@ from paddleformers_fc.families.bind import ModelTensor
 from paddleformers_fc.families.declarations import BUILT, PLACEHOLDER, Family, Stage, Statement
 from paddleformers_fc.families.description import ModelDescription
 from paddleformers_fc.families.names import Kind, Names, shape_of, with_layer
+from paddleformers_fc.families.sizes import Size
 from paddleformers_fc.mapping import Shape, TensorSpec
 from paddleformers_fc.text import count_text, fold
 
@@ -38,6 +39,8 @@ class DeclaredTensor(msgspec.Struct, frozen=True):
         numbers: the canonical numbers in its name by placeholder, such as its layer and its expert.
         stage: its pipeline stage if it is outside of the model's layers.
         trained: whether an optimizer updates it.
+        cut_size: the declared size of the axis that tensor parallelism cuts; None without one, and in towers, which
+            have sizes of their own.
     """
 
     name: str
@@ -48,6 +51,7 @@ class DeclaredTensor(msgspec.Struct, frozen=True):
     numbers: Mapping[str, int]
     stage: Stage
     trained: bool
+    cut_size: Size | None = None
 
     def under(self, tp: int = 1, ep: int = 1) -> ModelTensor:
         """Return the tensor as it is sharded under these degrees of parallelism.
@@ -113,7 +117,10 @@ def _of_kind(kind: Kind, index: Names, dtype: str) -> Iterator[DeclaredTensor]:
 
 def _declared(statement: Statement, name: str, shape: Shape, dtype: str, numbers: Mapping[str, int]) -> DeclaredTensor:
     axis, stage = None if statement.stack is None else 0, statement.stage or Stage.LAST
-    return DeclaredTensor(name, shape, dtype, statement.cut, axis, numbers, stage, statement.trained)
+    size = None
+    if statement.cut is not None and statement.shape and not statement.tower:
+        size = statement.shape[statement.cut]
+    return DeclaredTensor(name, shape, dtype, statement.cut, axis, numbers, stage, statement.trained, size)
 
 
 def _numberings(holes: list[str], index: Names) -> Iterator[dict[str, int]]:

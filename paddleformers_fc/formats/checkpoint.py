@@ -48,7 +48,7 @@ from paddleformers_fc.storage.manifest import (
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.storage.safetensors import FileLayout, layout_file
 from paddleformers_fc.storage.state_json import decode_object
-from paddleformers_fc.text import count_text, natural
+from paddleformers_fc.text import count_text, natural, suggestion
 
 if TYPE_CHECKING:
     from paddleformers_fc.formats.stock_run import Powers
@@ -113,20 +113,39 @@ class CheckList:
                 raise
 
 
-def combined(faults: Sequence[FlexError]) -> FlexError | None:
+_COUNT = re.compile(r"(?<=: )[0-9,]+ faults? found(?=\.$)")
+
+
+def combined(faults: Sequence[FlexError], directory: AnyPath) -> FlexError | None:
     """Combine the faults of several checks into one error; None if there are none.
 
-    The first fault determines type, place and next step. The others are added as evidence, without repeated lines.
+    The first fault determines type, place and next step. The others are added as evidence: one line per fault, with its
+    facts indented below it. A file that two checks found damaged is one fault.
+
+    Args:
+        faults: in the order in which they were found.
+        directory: the checkpoint.
     """
     if len(faults) < 2:
         return next(iter(faults), None)
     first, *others = faults
     evidence = list(first.evidence)
     for fault in others:
-        own = [line for line in fault.evidence if line not in evidence and f" {line}" not in evidence]
-        if own or not fault.evidence:
-            evidence += [fault.what, *(f" {line}" for line in own)]
-    return type(first)(first.what, where=first.where, evidence=evidence, next_step=first.next_step)
+        own = [f" {line.lstrip()}" for line in fault.evidence if line not in evidence and f" {line}" not in evidence]
+        number = _line_of(fault.where.removeprefix(f"{directory}/"), evidence)
+        if number is not None:
+            evidence[number + 1 : number + 1] = own
+        elif fault.what != first.what and (own or not fault.evidence):
+            evidence += [fault.what, *own]
+    count = count_text(sum(not line.startswith(" ") for line in evidence), "fault")
+    return type(first)(
+        _COUNT.sub(f"{count} found", first.what), where=first.where, evidence=evidence, next_step=first.next_step
+    )
+
+
+def _line_of(file: str, evidence: Sequence[str]) -> int | None:
+    """Return the index of the line about a file; None if there is none."""
+    return next((number for number, line in enumerate(evidence) if line.startswith(f"{file} ")), None)
 
 
 CONFIG_NAME = "config.json"
@@ -569,7 +588,10 @@ def with_role(checkpoint: OpenedCheckpoint, role: str) -> OpenedCheckpoint:
     if role not in (MODEL_STATE, EMA_STATE):
         raise OptionError(
             f"The role {role!r} contains no weights of the model.",
-            evidence=[f"roles of weights: {MODEL_STATE}, {EMA_STATE}"],
+            evidence=[
+                f"roles of weights: {MODEL_STATE}, {EMA_STATE}",
+                *([] if role in ROLES else suggestion(role, ROLES)),
+            ],
             next_step=f"Name {MODEL_STATE} or {EMA_STATE}.",
         )
     if role == EMA_STATE:

@@ -23,9 +23,10 @@ from paddleformers_fc.formats.legacy.unified import UNIFIED
 from paddleformers_fc.formats.paddle_distcp import DISTCP_WRITER, PADDLE_DISTCP
 from paddleformers_fc.formats.stock_run import read_run
 from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
-from paddleformers_fc.storage.files import exists, list_directory
+from paddleformers_fc.storage.files import exists, list_directory, similar_entry
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_step
+from paddleformers_fc.text import suggestion
 
 _T = TypeVar("_T")
 
@@ -151,7 +152,12 @@ def require_format(directory: AnyPath) -> Format:
     if found is not None:
         return found
     if isinstance(directory, Path) and not exists(directory):
-        raise NotACheckpoint(f"{directory} does not exist.", where=str(directory), next_step=_NAME_A_CHECKPOINT)
+        raise NotACheckpoint(
+            f"{directory} does not exist.",
+            where=str(directory),
+            evidence=similar_entry(directory),
+            next_step=_NAME_A_CHECKPOINT,
+        )
     unfinished = exists(directory / MAPPING_NAME)
     others, step = ([], "") if unfinished else huggingface.torch_files(directory)
     known = [] if unfinished else [f"known formats: {'; '.join(one.title for one in FORMATS)}"]
@@ -207,9 +213,15 @@ def _check_roles(roles: Collection[str]) -> None:
         raise OptionError(
             f"Invalid roles to open: {roles!r}.",
             where="roles",
-            evidence=[f"roles: {', '.join(ROLES)}"],
+            evidence=[f"roles: {', '.join(ROLES)}", *_suggestions(roles)],
             next_step=f"Give a list of these that contains {MODEL_STATE}, or None for all.",
         )
+
+
+def _suggestions(roles: object) -> list[str]:
+    """Return a suggestion for every unknown name in a collection of roles."""
+    names = roles if isinstance(roles, Collection) else ()
+    return [line for one in names if one not in ROLES for line in suggestion(one, ROLES)]
 
 
 def open_stored(directory: AnyPath) -> OpenedCheckpoint:

@@ -105,6 +105,11 @@ class ParallelGrid:
         return self.dp * self.sharding * self.pp * self.tp
 
     @property
+    def data_ranks(self) -> int:
+        """Number of data-parallel ranks, which read different samples."""
+        return self.dp * self.sharding
+
+    @property
     def moe_sharding(self) -> int:
         """Number of ranks in a stage that hold the same experts."""
         return self.dp * self.sharding if self.ep == 1 else self.sharding * self.tp // self.ep

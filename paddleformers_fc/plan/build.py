@@ -29,7 +29,7 @@ from paddleformers_fc.plan.items import EqualCheck, LoadPlan, ReadItem, StoredPa
 from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage.dtypes import dtype_size
 
-CAST = frozenset({"float32", "bfloat16"})
+CAST = ("float32", "bfloat16")
 """Dtypes between which ``may_cast`` casts, rounding half to even as Paddle does."""
 
 _in_file = attrgetter("stored.begin")
@@ -300,7 +300,7 @@ class Planner:
         return not wrong
 
     def _can_cast(self, stored: str, target: str) -> bool:
-        return self._source.may_cast and {stored, target} <= CAST
+        return self._source.may_cast and {stored, target} <= set(CAST)
 
     def _covers(self, shard: Shard, pattern: FillPattern) -> bool:
         """Return whether every element of the shard is written exactly once."""

@@ -6,7 +6,6 @@ are read from it. Both follow from the plan of an export, so they match what an 
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from operator import add
@@ -21,6 +20,7 @@ from paddleformers_fc.mapping import Rule
 from paddleformers_fc.mapping.boxes import Box, shifted
 from paddleformers_fc.plan.build import Planner
 from paddleformers_fc.plan.sources import canonical_layout, canonical_names, canonical_source
+from paddleformers_fc.text import suggestion
 
 CANONICAL, STORED = "canonical", "stored"
 
@@ -91,7 +91,7 @@ def explain_tensor(checkpoint: OpenedCheckpoint, name: str) -> Explanation:
     """Explain a tensor by its canonical or stored name, including the suffix of a state.
 
     Raises:
-        OptionError: there is no such tensor; the error lists similar names.
+        OptionError: there is no such tensor; the error suggests a similar name.
         FlexError: the mapping of the checkpoint cannot be proved.
     """
     explainer = _Explainer(checkpoint)
@@ -101,7 +101,7 @@ def explain_tensor(checkpoint: OpenedCheckpoint, name: str) -> Explanation:
         raise OptionError(
             f"Unknown tensor {name!r}.",
             where=str(checkpoint.catalog.root),
-            evidence=difflib.get_close_matches(name, explainer.names(), n=5),
+            evidence=suggestion(name, explainer.names()),
             next_step=f"List the stored tensors: paddleformers-fc inspect {shlex.quote(str(checkpoint.catalog.root))} "
             "--tensors",
         )

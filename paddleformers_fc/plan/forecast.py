@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -25,8 +26,9 @@ from paddleformers_fc.families import OptionalNames, described_by_file, family_f
 from paddleformers_fc.families.names import tied_sources
 from paddleformers_fc.families.stated import no_family
 from paddleformers_fc.formats import OpenedCheckpoint
-from paddleformers_fc.formats.checkpoint import CONFIG_NAME, NAME_CONFIG, not_a_flex_checkpoint
+from paddleformers_fc.formats.checkpoint import CONFIG_NAME, DATA, NAME_CONFIG, not_a_flex_checkpoint
 from paddleformers_fc.formats.flex import FLEX
+from paddleformers_fc.layout.batch_sizes import BatchSizes, StepSamples, step_samples
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
 from paddleformers_fc.layout.roles import (
     EMA_STATE,
@@ -44,9 +46,10 @@ from paddleformers_fc.plan.report import CHECKPOINT, OPEN_WEIGHTS, Report
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model, stored_model
 from paddleformers_fc.plan.sources import huggingface_source, regrouped, resume_source, stored_tensors
 from paddleformers_fc.plan.statements import statements_source
-from paddleformers_fc.storage.dtypes import dtype_size, model_dtype
+from paddleformers_fc.storage.dtypes import dtype_size, model_dtype, parse_dtype
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, IMAGE_BYTES
 from paddleformers_fc.storage.operations import bytes_read, is_read_directly, row_major, strided_axes
+from paddleformers_fc.storage.state_json import decode_object
 from paddleformers_fc.text import natural
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -107,6 +110,7 @@ class GridPlan(msgspec.Struct, frozen=True):
         dropped: stored tensors that no rank reads.
         cast: weights that are cast.
         ranks: the forecast of each rank.
+        samples: the samples per step; None if the checkpoint does not record them.
     """
 
     path: str
@@ -122,6 +126,7 @@ class GridPlan(msgspec.Struct, frozen=True):
     dropped: list[str]
     cast: list[CastFacts]
     ranks: list[RankForecast]
+    samples: StepSamples | None = None
 
 
 class ParameterFlow(msgspec.Struct, frozen=True):
@@ -199,6 +204,7 @@ class PlannedLoad:
         report: the mismatches found so far.
         may_stay_unread: stored parameters that no rank has to read.
         optional: the names in open weights that a model may lack; None for a flex checkpoint.
+        samples: the samples per step of the run; None if unknown.
     """
 
     def __init__(
@@ -208,10 +214,11 @@ class PlannedLoad:
         report: Report,
         may_stay_unread: Collection[str] = (),
         optional: OptionalNames | None = None,
+        samples: StepSamples | None = None,
     ) -> None:
         self.source, self.model = source, model
         self._report, self._may_stay_unread, self._optional = report, may_stay_unread, optional
-        self._roles = source.catalog.roles
+        self._roles, self._samples = source.catalog.roles, samples
         states = self._roles.get(OPTIMIZER_STATE, {})
         optimizer = stored_optimizer({name: (one.dtype, one.shape) for name, one in states.items()})
         self._states = structs.replace(
@@ -256,6 +263,7 @@ class PlannedLoad:
             dropped=dropped,
             cast=list(self._cast.values()),
             ranks=ranks,
+            samples=self._samples,
         )
 
     def flows(self) -> PlanFlows:
@@ -402,7 +410,8 @@ def plan_load(
         MappingError: the model has no family.
         FlexError: the stored tensors do not match the model of their configuration.
     """
-    grid, root, format = _parse_target(to, dtype), checkpoint.catalog.root, checkpoint.format
+    dtype = None if dtype is None else parse_dtype(dtype, DTYPES)
+    grid, root, format = _parse_target(to), checkpoint.catalog.root, checkpoint.format
     if not format.loadable:
         raise not_a_flex_checkpoint(format, root)
     if format is FLEX and "model_type" not in checkpoint.known.config:
@@ -435,25 +444,30 @@ def plan_load(
         source, report = statements_source(checkpoint, described, aoa_config, tensors)
     for line in regrouped(source):
         report.add("shape", line)
-    return PlannedLoad(source, model, report, source.mapping.dropped if aoa_config else checkpoint.rules.fresh)
+    unread = source.mapping.dropped if aoa_config else checkpoint.rules.fresh
+    return PlannedLoad(source, model, report, unread, samples=_samples(checkpoint, grid))
 
 
-def _parse_target(to: str, dtype: str | None) -> ParallelGrid:
-    """Check the dtype, and return the grid of a plan.
+def _samples(checkpoint: OpenedCheckpoint, grid: ParallelGrid) -> StepSamples | None:
+    """Return the samples per step of the run and on a grid; None if the checkpoint has no record of them."""
+    if DATA not in checkpoint.documents:
+        return None
+    where = str(checkpoint.catalog.root / DATA)
+    saved = decode_object(checkpoint.document(DATA), where).get("pace")
+    with suppress(msgspec.ValidationError):
+        return step_samples(msgspec.convert(saved, BatchSizes), grid.data_ranks)
+    return None
+
+
+def _parse_target(to: str) -> ParallelGrid:
+    """Return the grid of a plan.
 
     Raises:
-        OptionError: the grid is invalid, or the dtype unknown.
+        OptionError: the grid is invalid.
     """
     if not to.strip():
         raise OptionError(
             "The grid to plan for is empty.", where="--to", next_step="Write it as in tp=2,pp=2, or dp=1 for one rank."
-        )
-    if dtype not in (None, *DTYPES):
-        raise OptionError(
-            f"Unknown dtype {dtype!r}.",
-            where="--dtype",
-            evidence=[f"known: {', '.join(DTYPES)}"],
-            next_step="Choose one of these.",
         )
     grid = parse_grid(to)
     if grid.world_size > _MAX_RANKS:

@@ -265,13 +265,14 @@ def _fitting_stages(
     Raises:
         OptionError: the grid does not divide the model; lists all sizes and degrees that do not match.
     """
-    sizes, faults = family_sizes(family, model), list[str]()
+    sizes, faults, undivided = family_sizes(family, model), list[str](), set[str]()
     stages: dict[str, int | None] = dict.fromkeys(tensors, 0)
     divisors = [(size, key, "tp", grid.tp) for size, key in DIVIDED.items()]
     experts = [(size, "the number of experts", "ep", grid.ep) for size in ("experts", TEXT_EXPERTS)]
     for size, key, axis, count in (*divisors, *experts):
         if sizes.defines(size) and sizes.length(size) % count:
             faults.append(f"{key}={sizes.length(size)} is not divisible by {axis}={count}")
+            undivided.add(size)
     if grid.ep > 1 and not sizes.defines("experts"):
         faults.append(f"ep={grid.ep}: the model has no experts")
     if sizes.length("layers") < grid.pp * grid.vpp:
@@ -289,6 +290,8 @@ def _fitting_stages(
         f"{tensor.name}: {tensor.shape[tensor.cut]} on axis {tensor.cut} is not divisible by tp={grid.tp}"
         for tensor in tensors.values()
         if tensor.cut is not None and tensor.shape[tensor.cut] % grid.tp and not (grid.ep > 1 and _is_expert(tensor))
+        # The size of the axis may be listed already.
+        if tensor.cut_size is None or undivided.isdisjoint(sizes.reads(tensor.cut_size))
     ]
     faults.extend(fold(uncut))
     if faults:

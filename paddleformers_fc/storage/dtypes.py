@@ -23,8 +23,9 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from paddleformers_fc.errors import FormatError, MismatchError
+from paddleformers_fc.errors import FormatError, MismatchError, OptionError
 from paddleformers_fc.storage.paths import AnyPath
+from paddleformers_fc.text import suggestion
 
 _T = TypeVar("_T")
 
@@ -50,10 +51,40 @@ _CODE_OF = {name: code for name, code, _ in _TABLE}
 _NAME_OF = {code: name for name, code, _ in _TABLE}
 _NUMPY_OF = {code: dtype for _, code, dtype in _TABLE}
 
+_SPELLINGS = {
+    **{code.lower(): name for name, code in _CODE_OF.items()},
+    "float": "float32",
+    "fp32": "float32",
+    "half": "float16",
+    "fp16": "float16",
+}
+"""Other usual names of dtypes in options, in small letters; torch and paddle may precede any name."""
+
 CODES: frozenset[str] = frozenset(_NUMPY_OF)
 """The supported dtype codes of safetensors headers."""
 FP4 = "float4_e2m1fn"
 """Two numbers per byte, the first in the low bits. Headers declare the bytes as integers."""
+
+
+def parse_dtype(text: object, known: Sequence[str]) -> str:
+    """Return the name of a dtype that a user wrote: ``"torch.bfloat16"`` or ``"BF16"`` -> ``"bfloat16"``.
+
+    Args:
+        text: the dtype in any usual spelling.
+        known: names of the valid dtypes.
+    Raises:
+        OptionError: it is none of the valid dtypes.
+    """
+    spelled = text.lower().removeprefix("torch.").removeprefix("paddle.") if isinstance(text, str) else ""
+    name = _SPELLINGS.get(spelled, spelled)
+    if name not in known:
+        raise OptionError(
+            f"Unknown dtype {text!r}.",
+            where="--dtype",
+            evidence=[f"known: {', '.join(known)}", *suggestion(text, known)],
+            next_step="Choose one of these, or leave out --dtype (dtype=).",
+        )
+    return name
 
 
 def to_safetensors(name: str) -> str:

@@ -27,6 +27,7 @@ from paddleformers_fc.storage import remote
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.paths import AnyPath, RemotePath
 from paddleformers_fc.storage.remote import RemoteFile, RemoteStatus
+from paddleformers_fc.text import suggestion
 
 # Linux supports 1024, and every system at least 16.
 MAX_BUFFERS = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
@@ -472,6 +473,14 @@ def list_directory(path: AnyPath) -> Sequence[AnyPath]:
         return remote.list_remote(path)
     with _naming("list", path), contextlib.suppress(FileNotFoundError):
         return [path / name for name in sorted(os.listdir(path))]
+    return []
+
+
+def similar_entry(path: Path) -> list[str]:
+    """Return evidence for a path that does not exist: a line that suggests a similar name in its directory, or none."""
+    with contextlib.suppress(StorageError):
+        if is_directory(path.parent):
+            return suggestion(path.name, [one.name for one in list_directory(path.parent)])
     return []
 
 

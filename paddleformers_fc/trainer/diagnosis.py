@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from paddleformers_fc import __version__, upstream
-from paddleformers_fc.execute.output_directory import list_output
+from paddleformers_fc.execute.output_directory import OutputFacts, is_newest_faulty, list_output
 from paddleformers_fc.formats.checkpoint import Check
 from paddleformers_fc.storage.files import files_within, refused, size_of
 from paddleformers_fc.text import count_text, size_text
@@ -157,7 +157,8 @@ def diagnose(output_dir: Path | None, hooks: bool = True) -> Diagnosis:
     local = local_tier_of(output_dir)
     newest, skipped = newest_without_changes(output_dir, local)
     disk = _disk(output_dir, newest)
-    checks += _directory(output_dir, disk, newest, [_name(path, output_dir) for path, _ in skipped])
+    resumed = "" if newest is None else _name(newest, output_dir)
+    checks += _directory(output_dir, disk, resumed, [_name(path, output_dir) for path, _ in skipped])
     checks += [] if local is None else [_local_tier(local, disk.next_save)]
     return Diagnosis(
         all(one.passed for one in checks),
@@ -166,7 +167,7 @@ def diagnose(output_dir: Path | None, hooks: bool = True) -> Diagnosis:
         checks,
         str(output_dir),
         disk,
-        "" if newest is None else _name(newest, output_dir),
+        resumed,
         [why if why.startswith(path.name) else f"{_name(path, output_dir)}: {why}" for path, why in skipped],
     )
 
@@ -210,19 +211,35 @@ def _environment(packages: list[PackageFacts], hooks: bool) -> Iterator[Check]:
         yield Check("hooks", not differences, text)
 
 
-def _directory(output_dir: Path, disk: DiskFacts, newest: Path | None, skipped: list[str]) -> Iterator[Check]:
+def _directory(output_dir: Path, disk: DiskFacts, newest: str, skipped: list[str]) -> Iterator[Check]:
     rate = f"write {size_text(disk.write)}/s, read {size_text(disk.read)}/s" if disk.write else "too full to measure"
     yield Check("disk", bool(disk.write), rate)
     needed = f"the next save needs {size_text(disk.next_save)}" if disk.next_save else "no checkpoint to compare with"
     yield Check("space", disk.free > disk.next_save, f"{size_text(disk.free)} free; {needed}")
-    if newest is not None:
-        text = f"{_name(newest, output_dir)} is resumed" + (f"; skipped: {', '.join(skipped)}" if skipped else "")
-    else:
-        text = "the run starts from the beginning" if not skipped else "no checkpoint can be resumed, see below"
-    yield Check("resume", newest is not None or not skipped, text)
-    left = list_output(output_dir).leftovers
+    listed = list_output(output_dir)
+    yield _resume(listed, newest, skipped)
+    left = listed.leftovers
     size = size_text(sum(one.bytes for one in left))
     yield Check("leftovers", True, f"{count_text(len(left), 'leftover')}, {size}" if left else "none")
+
+
+def _resume(listed: OutputFacts, newest: str, skipped: list[str]) -> Check:
+    """Check that something can be resumed, and that the newest checkpoint is complete.
+
+    Args:
+        listed: the output directory.
+        newest: the name of the checkpoint that is resumed; empty for none.
+        skipped: the names of those that are skipped.
+    """
+    faulty = is_newest_faulty(listed)
+    if newest:
+        # A newer checkpoint of the local tier hides a faulty one.
+        faults = [listed.checkpoints[0].name] if faulty and listed.checkpoints[0].name not in skipped else []
+        texts = [f"{newest} is resumed", *(f"{name} is damaged or incomplete" for name in faults)]
+        texts += [f"{count_text(len(skipped), 'newer checkpoint')} skipped, see below"] if skipped else []
+        return Check("resume", not faulty, "; ".join(texts))
+    text = "the run starts from the beginning" if not skipped else "no checkpoint can be resumed, see below"
+    return Check("resume", not faulty and not skipped, text)
 
 
 def _name(checkpoint: Path, output_dir: Path) -> str:

@@ -19,11 +19,11 @@ from typing import Annotated, Any
 import msgspec
 
 from paddleformers_fc.errors import FormatError, OptionError
+from paddleformers_fc.layout.batch_sizes import BatchSizes as BatchSizes
 from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.trainer import documents
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-_Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 SAME_SAMPLES = (
     "Resume under settings with the same samples in the same order, or set ignore_data_skip: true to start the epoch "
     "from its beginning."
@@ -56,31 +56,6 @@ class SampleOrder:
     def ends(self) -> tuple[int, ...]:
         """The end index of each separately permuted part."""
         return (*self.parts, self.length)
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """The batch sizes of a run.
-
-    Args:
-        micro_batch: samples per rank and forward pass.
-        accumulation: forward passes per optimizer step.
-        ranks: number of data-parallel ranks, which read different samples.
-    """
-
-    micro_batch: _Size
-    accumulation: _Size
-    ranks: _Size
-
-    @property
-    def per_pass(self) -> int:
-        """Samples of one forward pass on all ranks."""
-        return self.micro_batch * self.ranks
-
-    @property
-    def per_step(self) -> int:
-        """Samples of one optimizer step: the global batch."""
-        return self.per_pass * self.accumulation
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from paddleformers_fc.distributed.channel import (
 )
 from paddleformers_fc.distributed.communicator import job_communicator
 from paddleformers_fc.errors import MismatchError, OptionError
-from paddleformers_fc.execute.export import check_dtype
+from paddleformers_fc.execute.export import parse_export_dtype
 from paddleformers_fc.execute.merging import Merge, deltas_of
 from paddleformers_fc.execute.save import LivePart
 from paddleformers_fc.execute.stream import (
@@ -133,10 +133,10 @@ def stream(
         require(COUNT, max_bytes=max_bytes)
         require(one_of((HOST, MODEL)), device=device)
         require(FLAG, adapters=adapters)
-        check_dtype(dtype or "")
         selected = None if names is None else tuple(names)
+        cast_to = parse_export_dtype(dtype or "")
         request = StreamRequest(
-            _receivers(to, channel.world_size), channel.world_size, selected, dtype or "", int(max_bytes)
+            _receivers(to, channel.world_size), channel.world_size, selected, cast_to, int(max_bytes)
         )
         source, described = described_source(model, None, family, config, mapping)
         weight_sources.check_defined(source.model)

@@ -36,15 +36,26 @@ def test_the_checkpoint_of_a_resume_and_the_space_of_a_save_are_reported(output_
     outcome = run("doctor", output_dir, "--no-hooks", "--json")
     found = outcome.document
     assert sorted(output_dir.rglob("*")) == before
-    assert (outcome.code, found["passed"], found["resume"]) == (0, True, "checkpoint-3")
+    assert (outcome.code, found["passed"], found["resume"]) == (1, False, "checkpoint-3")
     assert [line.split(":")[0].split()[0] for line in found["skipped"]] == ["checkpoint-9"]
     assert found["disk"]["next_save"] == sum(path.stat().st_size for path in one.rglob("*") if path.is_file())
     assert min(found["disk"]["write"], found["disk"]["read"], found["disk"]["free"]) > 0
-    assert [check["name"] for check in found["checks"]] == ["versions", "disk", "space", "resume", "leftovers"]
+    assert [check["name"] for check in found["checks"]] == [*("versions", "disk", "space", "resume", "leftovers")]
+    assert [check for check in found["checks"] if not check["passed"]] == [
+        {"name": "resume", "passed": False, "detail": "checkpoint-3 is resumed; 1 newer checkpoint skipped, see below"}
+    ]
+
+
+def test_a_complete_newest_checkpoint_is_no_fault_although_an_older_one_is_damaged(output_dir: Path) -> None:
+    (output_dir / "checkpoint-9").rename(output_dir / "checkpoint-2")
+    found = document_of("doctor", output_dir, "--no-hooks")
+    assert {"name": "resume", "passed": True, "detail": "checkpoint-3 is resumed"} in found["checks"]
+    assert run("list", output_dir).code == 0
 
 
 def test_a_local_tier_is_examined(output_dir: Path, one: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     local = tmp_path_factory.mktemp("local")
+    (output_dir / "checkpoint-9").rename(output_dir / "checkpoint-2")
     newest = local / "checkpoint-8"
     claim_local_tier(output_dir, local)
     write_manifest(shutil.copytree(one, newest), replace(read_manifest(one), step=8))
@@ -52,10 +63,16 @@ def test_a_local_tier_is_examined(output_dir: Path, one: Path, tmp_path_factory:
     assert (found["passed"], found["resume"], found["checks"][-1]["name"]) == (True, str(newest), "local tier")
     assert f"{newest} is resumed" in run("doctor", output_dir, "--no-hooks").out.replace("\n", "")
     listed = document_of("list", output_dir)
-    assert [one["name"] for one in listed["checkpoints"]] == ["checkpoint-9", "checkpoint-3"]
+    assert [one["name"] for one in listed["checkpoints"]] == ["checkpoint-3", "checkpoint-2"]
     assert [one["name"] for one in listed["local"]["checkpoints"]] == ["checkpoint-8"]
     assert "local tier on this machine:" in run("list", output_dir).out
     assert document_of("list", local)["local"] is None
+    (output_dir / "checkpoint-2").rename(output_dir / "checkpoint-5")
+    hidden = document_of("doctor", output_dir, "--no-hooks", code=1)
+    assert [check["detail"] for check in hidden["checks"] if not check["passed"]] == [
+        f"{newest} is resumed; checkpoint-5 is damaged or incomplete"
+    ]
+    (output_dir / "checkpoint-5").rename(output_dir / "checkpoint-2")
     # The tier of another run, or of another machine.
     (local / RECORD_NAME).unlink()
     assert document_of("list", output_dir)["local"] is None
@@ -73,7 +90,7 @@ def test_checkpoints_that_cannot_be_resumed_are_a_fault(tmp_path: Path) -> None:
 def test_a_disk_without_space_for_the_next_save_is_a_fault(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
     found = document_of("doctor", output_dir, "--no-hooks", code=1)
-    assert {one["name"] for one in found["checks"] if not one["passed"]} == {"disk", "space"}
+    assert {one["name"] for one in found["checks"] if not one["passed"]} == {"disk", "space", "resume"}
 
 
 def test_the_hooks_of_the_installed_versions_are_compared() -> None:
@@ -89,6 +106,18 @@ def test_an_unknown_version_is_a_fault_without_known_faults(monkeypatch: pytest.
     found = document_of("doctor", "--no-hooks", code=1)
     assert "known is 9.9.9" in found["checks"][0]["detail"]
     assert {one["package"] for one in found["known_faults"]} == {"paddleformers"}
+
+
+def test_known_faults_are_counted_and_listed_on_request() -> None:
+    count = len(document_of("doctor", "--no-hooks")["known_faults"])
+    short, full = run("doctor", "--no-hooks").out, run("doctor", "--no-hooks", "--all").out
+    assert (
+        f"  known faults of the installed versions, which paddleformers-fc avoids: {count}; --all lists them" in short
+    )
+    assert (count > 1, len(re.findall(r"^    [ST]\d+  ", full, re.MULTILINE))) == (True, count)
+    assert "    S18  paddle: a flipped bit" in full
+    assert "S18" not in short
+    assert "--all" not in full
 
 
 def test_every_known_fault_is_a_row_of_the_guarantees() -> None:

@@ -174,6 +174,27 @@ def test_bfloat16_rounds_the_weights_of_a_float32_model(tmp_path: Path) -> None:
         assert (found[name].dtype, found[name].tobytes()) == (wanted.dtype, wanted.tobytes())
 
 
+@pytest.mark.parametrize("spelling", ["bf16", "BF16", "torch.bfloat16", "paddle.bfloat16", "BFloat16"])
+def test_usual_spellings_of_a_dtype_give_the_same_export(tmp_path: Path, spelling: str) -> None:
+    one = save(tmp_path / "one", THIRDS, config=SIZES)
+    exported(one, tmp_path / "hf", "--dtype", "bfloat16")
+    exported(one, tmp_path / "short", "--dtype", spelling, "--verify", "off")
+    names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "short").iterdir())
+    assert all((tmp_path / "hf" / name).read_bytes() == (tmp_path / "short" / name).read_bytes() for name in names)
+
+
+def test_a_float16_model_is_exported_in_its_own_dtype_only(tmp_path: Path) -> None:
+    half = {name: array.astype(np.float16) for name, array in THIRDS.items()}
+    one = save(tmp_path / "one", half, config=SIZES)
+    assert exported(one, tmp_path / "hf").keys() == half.keys()
+    refused = run("export", one, tmp_path / "cast", "--dtype", "bf16")
+    assert (refused.code, refused.err.splitlines()[0]) == (
+        2,
+        "The model's dtype float16 cannot be converted to bfloat16.",
+    )
+
+
 def test_the_stored_dtype_changes_no_byte(tmp_path: Path) -> None:
     stored = save_half(tmp_path / "checkpoint-3", masters=True)
     exported(stored, tmp_path / "plain")

@@ -32,7 +32,7 @@ def listed_dir(one: Path, four: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_every_checkpoint_has_its_step_layout_size_and_state(listed_dir: Path, four: Path) -> None:
-    shown = document_of("list", listed_dir)
+    shown = document_of("list", listed_dir, code=1)
     found = {one["name"]: one for one in shown["checkpoints"]}
     assert list(found) == ["checkpoint-9", "checkpoint-5", "checkpoint-3"]
     whole = found["checkpoint-3"]
@@ -53,6 +53,17 @@ def test_the_text_shows_which_checkpoints_are_complete_and_counts_stale_director
     assert lines[-1].startswith("3 checkpoints, 1 complete, ")
     assert lines[-1].endswith("; 1 leftover")
     assert any("A running save uses it." in line for line in lines)
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_the_exit_code_tells_whether_the_newest_checkpoint_is_complete(listed_dir: Path, is_json: bool) -> None:
+    arguments = ("list", listed_dir, *(["--json"] if is_json else []))
+    assert run(*arguments).code == 1
+    shutil.rmtree(listed_dir / "checkpoint-9")
+    assert run(*arguments).code == 1
+    # An older one may be incomplete.
+    (listed_dir / "checkpoint-5").rename(listed_dir / "checkpoint-2")
+    assert run(*arguments).code == 0
 
 
 def test_an_empty_directory_has_no_checkpoints(tmp_path: Path) -> None:
@@ -109,6 +120,18 @@ def test_stale_directories_are_removed_but_no_checkpoints_and_no_running_save(ou
     assert left["name"].startswith(ALIVE)
     assert not left["removable"]
     assert read_manifest(output_dir / "checkpoint-4").step == 4
+
+
+@pytest.mark.parametrize("command", ["list", "inspect"])
+def test_a_list_names_what_clean_would_remove_with_the_reasons(output_dir: Path, command: str) -> None:
+    lines = run(command, output_dir).out.splitlines()
+    first = lines.index(f"  paddleformers-fc clean {output_dir} removes these, after a confirmation for each:")
+    kept = lines.index("  it keeps these:")
+    removed = [line.removeprefix("  removed") for line in run("clean", output_dir, "--yes").out.splitlines()]
+    assert len(lines[first + 1 : kept]) == 3
+    assert set(lines[first + 1 : kept]) <= set(removed)
+    assert "A running save uses it." in lines[kept + 1]
+    assert lines[kept + 1] in removed
 
 
 def test_json_without_yes_lists_stale_directories_and_keeps_them(output_dir: Path) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.support import document_of, run
+from paddleformers_fc.layout.batch_sizes import ACCUMULATION as PASSES, MICRO_BATCH as BATCH, BatchSizes
+from paddleformers_fc.storage.manifest import read_manifest
+from paddleformers_fc.storage.state_json import encode
+from paddleformers_fc.trainer.position import Position, SampleOrder, to_document
+from tests.cli.support import document_of, run, seal
 
 
 def planned(directory: Path, *arguments: object) -> dict[str, Any]:
@@ -39,6 +44,57 @@ def test_open_weights_are_planned_and_casts_are_listed(stored: Path, tmp_path: P
     assert found["bytes"] * 2 < found["read"] * 1.01
     assert planned(weights, "--to", "tp=2")["cast"] == []
     assert f"cast  {len(found['cast'])} tensors" in run("plan", weights, "--to", "tp=2", "--dtype", "bfloat16").out
+
+
+@pytest.mark.parametrize("spelling", ["fp32", "float", "torch.float32", "F32"])
+def test_usual_spellings_of_a_dtype_give_the_same_plan(stored: Path, spelling: str) -> None:
+    assert planned(stored, "--to", "tp=2", "--dtype", spelling) == planned(stored, "--to", "tp=2", "--dtype", "float32")
+
+
+def with_data(stored: Path, directory: Path, pace: BatchSizes) -> Path:
+    """A copy of a checkpoint of a run with these batch sizes."""
+    made = Path(shutil.copytree(stored, directory))
+    (made / "trainer").mkdir()
+    document = to_document(
+        Position(consumed=read_manifest(made).consumed_samples), pace, SampleOrder(True, 64, False, 0)
+    )
+    (made / "trainer/data.json").write_bytes(encode(document, "data.json"))
+    seal(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("to", "planned_samples", "keep", "text"),
+    [
+        ("tp=2,dp=2", 32, {BATCH: 4, PASSES: 8}, "64 saved, 32 with dp=2,tp=2; to keep 64, set"),
+        ("dp=2,sharding=2", 64, {}, "64, as saved"),
+        ("sharding=32", 512, {BATCH: 2, PASSES: 1}, f"{BATCH}: 2, {PASSES}: 1"),
+        ("dp=3", 48, {}, "64 saved, 48 with dp=3; no setting keeps 64"),
+    ],
+)
+def test_the_samples_per_step_are_compared(
+    stored: Path, tmp_path: Path, to: str, planned_samples: int, keep: dict[str, int], text: str
+) -> None:
+    made = with_data(stored, tmp_path / "checkpoint-3", BatchSizes(4, 4, 4))
+    assert planned(made, "--to", to)["samples"] == {"saved": 64, "planned": planned_samples, "keep": keep}
+    shown = " ".join(run("plan", made, "--to", to).out.split())
+    assert "samples per step 64" in shown
+    assert text in shown
+
+
+def test_the_samples_per_step_are_left_out_if_the_checkpoint_does_not_record_them(stored: Path) -> None:
+    assert planned(stored, "--to", "tp=2")["samples"] is None
+    assert "samples per step" not in run("plan", stored, "--to", "tp=2").out
+
+
+def test_all_faults_of_a_layout_are_in_one_error_and_each_on_one_line(stored: Path) -> None:
+    assert document_of("plan", stored, "--to", "tp=3,pp=7,ep=3", code=2)["evidence"] == [
+        "vocab_size=32 is not divisible by tp=3",
+        "num_attention_heads=4 is not divisible by tp=3",
+        "num_key_value_heads=2 is not divisible by tp=3",
+        "ep=3: the model has no experts",
+        "num_hidden_layers=2 is less than pp x vpp = 7 x 1 = 7 stages",
+    ]
 
 
 def test_equal_ranks_share_a_row_of_the_text(stored: Path) -> None:

@@ -75,8 +75,45 @@ def test_damaged_files_and_a_mapping_that_cannot_be_proved_are_in_one_report(cop
     first, heading, *lines = document["evidence"]
     assert first.startswith(f"{WEIGHTS} does not match its checksum")
     assert heading == "Rules do not match their tensors: 1 fault."
+    assert document["what"] == f"{copy} is damaged: 2 faults found."
     assert lines
     assert all(line.startswith(" ") for line in lines)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def change_header(path: Path) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(raw[:20] + b"^" + raw[21:])
+
+
+@pytest.mark.parametrize("damage", [remove, truncate, change_header])
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json", "mapping.json", "flex_index.safetensors"])
+def test_a_damaged_file_is_one_fault_on_one_line(copy: Path, name: str, damage: Callable[[Path], None]) -> None:
+    damage(copy / name)
+    document = document_of("verify", copy, code=1)
+    stated = [document["what"], *document["evidence"]]
+    assert len([line for line in stated if not line.startswith(" ") and name in line]) == 1
+    assert name in document["what"] or document["what"] == f"{copy} is damaged: 1 fault found."
+
+
+def test_faults_of_several_checks_are_counted_together(copy: Path) -> None:
+    flip(copy / WEIGHTS, (copy / WEIGHTS).stat().st_size - 1)
+    for name in ("model_state/rank-00000.safetensors", "optimizer_state/rank-00001.safetensors"):
+        (copy / name).unlink()
+    document = document_of("verify", copy, code=1)
+    faults = [line for line in document["evidence"] if not line.startswith(" ")]
+    assert len(faults) == len(set(faults)) == 3
+    assert document["what"] == f"{copy} is damaged: {len(faults)} faults found."
+    listed = document_of("list", copy.parent, code=1)["checkpoints"][0]["fault"]
+    assert listed.count(" is missing") == 2
+    assert ": 2 faults found: " in listed  # Tensors are not read.
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,7 @@ def test_an_error_on_one_rank_ends_the_stream_on_all(tmp_path: Path) -> None:
         ({"names": ["model.norm.weigth"]}, "OptionError: The model has no such tensor"),
         ({"to": [9]}, "OptionError: The job has no rank 9."),
         ({"adapters": True}, "OptionError: The model has no adapters."),
+        ({"dtype": "bf61"}, "OptionError: Unknown dtype 'bf61'."),
     ):
         with pytest.raises(FlexError) as caught:
             digests_of(stream(**given))
