@@ -52,9 +52,21 @@ def _is_number(piece: str) -> bool:
 
 
 def similar_word(given: str, known: Iterable[str]) -> str:
-    """Return the known word that is most similar to a word, ignoring case; empty if none is similar."""
+    """Return the known word that is most similar to a word, ignoring case; empty if none is similar.
+
+    Words that differ only in dotted numbers, such as names of layers, are compared as one, since each comparison is
+    slow; among these, the word with the same numbers is the most similar.
+    """
     by_lower = {word.lower(): word for word in sorted(known)}
-    close = difflib.get_close_matches(given.lower(), by_lower, n=1)
+    alike: dict[str, list[str]] = {}
+    for word in by_lower:
+        alike.setdefault(_INDEX.sub(_HOLE, word), []).append(word)
+    given = given.lower()
+    templates = difflib.get_close_matches(_INDEX.sub(_HOLE, given), alike, n=1)
+    words = alike[templates[0]] if templates else []
+    numbers = _INDEX.findall(given)
+    same = [word for word in words if _INDEX.findall(word) == numbers]
+    close = same or difflib.get_close_matches(given, words, n=1)
     return by_lower[close[0]] if close else ""
 
 

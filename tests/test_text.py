@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import sys
+from collections.abc import Iterable
 
 import pytest
 
 from paddleformers_fc.output import console
-from paddleformers_fc.text import count_text, fold, size_text
+from paddleformers_fc.text import count_text, fold, similar_word, size_text
 
 
 @pytest.mark.parametrize(
@@ -47,3 +49,23 @@ def test_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", stream)
     console().print("[bold]a[/bold] :smile: " + "x" * 300)
     assert stream.getvalue() == "[bold]a[/bold] :smile: " + "x" * 300 + "\n"
+
+
+def test_names_with_other_numbers_are_not_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        for layer in range(30)
+        for expert in range(128)
+        for part in ("up", "gate", "down")
+    ]
+    real, compared = difflib.get_close_matches, []
+
+    def counted(word: str, known: Iterable[str], n: int) -> list[str]:
+        compared.extend(known)
+        return real(word, list(known), n)
+
+    monkeypatch.setattr(difflib, "get_close_matches", counted)
+    assert similar_word("Model.layers.3.mlp.expert.17.up_proj.weights", names) == names[(3 * 128 + 17) * 3]
+    assert len(compared) == 3
+    assert similar_word("model.layers.3.up.weight", ["model.layers.2.up.weight"]) == "model.layers.2.up.weight"
+    assert similar_word("nothing", names) == ""
