@@ -31,6 +31,7 @@ from paddleformers_fc.families.names import Names
 from paddleformers_fc.families.stated import canonical_ties
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats.built_model import built_model
+from paddleformers_fc.formats.catalog import damaged, malformed
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     CheckList,
@@ -46,7 +47,6 @@ from paddleformers_fc.formats.checkpoint import (
     parse_config,
     tensor_header,
 )
-from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.formats.huggingface import OF_PADDLE, indexed_files, read_config, read_files, weight_index
 from paddleformers_fc.formats.stock_checkpoint import model_description
 from paddleformers_fc.layout.roles import MODEL_STATE

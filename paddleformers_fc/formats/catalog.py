@@ -2,7 +2,8 @@
 
 A catalog is built from headers; no tensor bytes are read. Tensors with equal cuts share a :class:`StoredForm`, so facts
 about boxes are computed once for all of them, and a tensor only has its name and file offsets. Time and memory are
-linear in the stored shards, a few hundred bytes each.
+linear in the stored shards, a few hundred bytes each. Readers of all formats raise :func:`damaged` and
+:func:`malformed`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from paddleformers_fc.errors import FormatError
+from paddleformers_fc.errors import Corrupt, FormatError
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, CoverFault, Shape, cover_faults, have_own_hashes, whole
 from paddleformers_fc.storage import paths
 from paddleformers_fc.storage.identities import NO_IDENTITIES, Identities
+from paddleformers_fc.text import fold
 
 EVERYONE: Mapping[str, Sequence[int]] = MappingProxyType({})
 """Visibility of a catalog whose files are visible to every rank."""
@@ -339,3 +341,22 @@ def gather_shards(shards: Iterable[tuple[Shard, str, int, int]]) -> tuple[dict[s
     columns = np.ascontiguousarray(np.array(numbers, np.int64).reshape(-1, 4).T)
     placed, widths = [shard for _, shard in places.values()], [cast(int, place[-1]) for place in places]
     return ShardTable([*names], placed, widths, [*paths], *columns).tensors(np.arange(columns.shape[1]))
+
+
+# ---- The errors of readers.
+
+
+_MOST_LINES = 10_000
+"""A user may need every name of a missing file; errors bound their characters."""
+
+COPY_AGAIN_STEP = "Use another checkpoint, or copy the files again: all of one save."
+
+
+def damaged(where: paths.AnyPath, what: str, evidence: Iterable[str], next_step: str = COPY_AGAIN_STEP) -> Corrupt:
+    """Return the error for a checkpoint that cannot be used, for its files or their content; evidence is folded."""
+    return Corrupt(what, where=str(where), evidence=fold(evidence, _MOST_LINES), next_step=next_step)
+
+
+def malformed(where: paths.AnyPath, what: str, evidence: Iterable[str], next_step: str) -> FormatError:
+    """Return the error for files that are malformed or not supported; lines of evidence are folded."""
+    return FormatError(what, where=str(where), evidence=fold(evidence, _MOST_LINES), next_step=next_step)

@@ -26,8 +26,7 @@ from paddleformers_fc.errors import CheckpointError, FlexError, MappingError, Mi
 from paddleformers_fc.families import ModelDescription, is_known
 from paddleformers_fc.families.description import Adapters
 from paddleformers_fc.families.stated import family_name
-from paddleformers_fc.formats.catalog import Catalog, StoredFragment
-from paddleformers_fc.formats.faults import damaged, malformed
+from paddleformers_fc.formats.catalog import Catalog, StoredFragment, damaged, malformed
 from paddleformers_fc.layout.roles import EMA_STATE, MODEL_STATE, ROLES
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes
 from paddleformers_fc.mapping import RuleSet

@@ -20,7 +20,7 @@ from typing import Any
 
 from paddleformers_fc.errors import FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.formats.built_model import built_model
-from paddleformers_fc.formats.catalog import Catalog, gather_shards
+from paddleformers_fc.formats.catalog import Catalog, damaged, gather_shards, malformed
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     DEPTH_TEXT,
@@ -39,7 +39,6 @@ from paddleformers_fc.formats.checkpoint import (
     parse_config,
     tensor_header,
 )
-from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.formats.quantized import plain_config, scaled_files, scaled_shards
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.layout.shards import Shard, ShardsByRole, shard_bytes

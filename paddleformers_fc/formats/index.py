@@ -20,9 +20,8 @@ import msgspec
 import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FormatError
-from paddleformers_fc.formats.catalog import Array, ShardTable, StoredTensor
+from paddleformers_fc.formats.catalog import Array, ShardTable, StoredTensor, damaged, malformed
 from paddleformers_fc.formats.checkpoint import StoredShard
-from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.layout.shards import Shard, shard_bytes
 from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, have_own_hashes, shifted
 from paddleformers_fc.storage.checksum import (

@@ -27,6 +27,7 @@ from msgspec import structs
 
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats import stock_checkpoint as stock
+from paddleformers_fc.formats.catalog import damaged
 from paddleformers_fc.formats.checkpoint import (
     Config,
     ExportWriter,
@@ -38,7 +39,6 @@ from paddleformers_fc.formats.checkpoint import (
     grouped_by_size,
     local_files,
 )
-from paddleformers_fc.formats.faults import damaged
 from paddleformers_fc.formats.stock_run import SCALER, SCHEDULER, malformed_file
 from paddleformers_fc.layout.roles import (
     EMA_STATE,

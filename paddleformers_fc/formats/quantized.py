@@ -23,9 +23,8 @@ from typing import Any
 
 from msgspec import structs
 
-from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor
+from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredTensor, malformed
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME
-from paddleformers_fc.formats.faults import malformed
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import whole
 from paddleformers_fc.storage.dtypes import (

@@ -29,7 +29,16 @@ from paddleformers_fc.families.exported import exported_keys
 from paddleformers_fc.families.names import tied_names, tied_sources
 from paddleformers_fc.families.undescribed import completed
 from paddleformers_fc.formats import stock_run
-from paddleformers_fc.formats.catalog import Catalog, StoredForm, StoredFragment, StoredTensor, gather_shards
+from paddleformers_fc.formats.catalog import (
+    COPY_AGAIN_STEP,
+    Catalog,
+    StoredForm,
+    StoredFragment,
+    StoredTensor,
+    damaged,
+    gather_shards,
+    malformed,
+)
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     NAME_CONFIG,
@@ -43,7 +52,6 @@ from paddleformers_fc.formats.checkpoint import (
     check_stored_once,
     parse_config,
 )
-from paddleformers_fc.formats.faults import COPY_AGAIN_STEP, damaged, malformed
 from paddleformers_fc.formats.huggingface import read_description
 from paddleformers_fc.formats.stock_run import malformed_file
 from paddleformers_fc.layout.roles import MASTER, MASTER_WEIGHT, MODEL_STATE, ROLES

@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError
-from paddleformers_fc.formats.catalog import Catalog
-from paddleformers_fc.formats.faults import COPY_AGAIN_STEP, damaged, malformed
+from paddleformers_fc.formats.catalog import COPY_AGAIN_STEP, Catalog, damaged, malformed
 from paddleformers_fc.layout.roles import EMA_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage import state_json
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors

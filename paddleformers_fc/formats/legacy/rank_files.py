@@ -22,7 +22,7 @@ from typing import Any
 
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.formats import stock_checkpoint as stock
-from paddleformers_fc.formats.faults import damaged, malformed
+from paddleformers_fc.formats.catalog import damaged, malformed
 from paddleformers_fc.formats.huggingface import OF_PADDLE, model_orientation
 from paddleformers_fc.formats.stock_run import SCHEDULER, SIGNAL, epoch_of
 from paddleformers_fc.mapping.boxes import Shape

@@ -29,9 +29,8 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import family_for, is_known
 from paddleformers_fc.families.names import Names
 from paddleformers_fc.formats import stock_checkpoint as stock, stock_run
-from paddleformers_fc.formats.catalog import Catalog, StoredFragment
+from paddleformers_fc.formats.catalog import Catalog, StoredFragment, damaged
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, Config, Format, OpenedCheckpoint, StoredShard, local_files
-from paddleformers_fc.formats.faults import damaged
 from paddleformers_fc.formats.huggingface import INDEX_NAME, SINGLE_NAME
 from paddleformers_fc.formats.legacy.canonical_ranks import CanonicalModel, assign_variables, canonical_models
 from paddleformers_fc.formats.legacy.rank_files import (

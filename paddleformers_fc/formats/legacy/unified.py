@@ -34,6 +34,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families import enumerate_tensors, family_for, is_known
 from paddleformers_fc.families.names import Names, family_sizes
 from paddleformers_fc.formats import stock_checkpoint as stock
+from paddleformers_fc.formats.catalog import damaged, malformed
 from paddleformers_fc.formats.checkpoint import (
     CONFIG_NAME,
     NAME_CONFIG,
@@ -43,7 +44,6 @@ from paddleformers_fc.formats.checkpoint import (
     StoredShard,
     local_files,
 )
-from paddleformers_fc.formats.faults import damaged, malformed
 from paddleformers_fc.formats.huggingface import indexed_files, read_files
 from paddleformers_fc.formats.legacy.rank_files import (
     EMA,
