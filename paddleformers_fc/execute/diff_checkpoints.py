@@ -38,7 +38,7 @@ from paddleformers_fc.layout.roles import ROLES
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.items import LoadPlan
-from paddleformers_fc.plan.sources import canonical_layout, canonical_names, canonical_source
+from paddleformers_fc.plan.sources import canonical_layout, canonical_names, canonical_source, check_all_canonical
 from paddleformers_fc.storage.dtypes import ScaledFile, dtype_size
 from paddleformers_fc.storage.executor import ReadPool, run_workers
 from paddleformers_fc.storage.operations import Operation
@@ -97,11 +97,8 @@ class Tolerance(msgspec.Struct, frozen=True):
         return found
 
     def _accepts_integers(self, a: _Array, b: _Array) -> _Flags:
-        wide = np.uint64 if a.dtype == np.uint64 else np.int64
-        a, b = a.astype(wide), b.astype(wide)
-        # Modulo 2**64, both are exact.
-        distance = np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)
-        size = np.abs(b).view(np.uint64)
+        distance, b = _integer_distance(a, b), _widened(b)
+        size = np.abs(b).view(np.uint64)  # Exact modulo 2**64.
         with np.errstate(over="ignore"):
             bound = self.atol + self.rtol * size.astype(np.float64)
             gap = distance.astype(np.float64) - bound
@@ -114,6 +111,17 @@ class Tolerance(msgspec.Struct, frozen=True):
         bounds = [min(math.floor(atol + rtol * int(one)), _MOST_DISTANCE) for one in sizes]
         found[unsure] = distance[unsure] <= np.array(bounds, np.uint64)[np.searchsorted(sizes, size[unsure])]
         return found
+
+
+def _widened(integers: _Array) -> _Array:
+    return integers.astype(np.uint64 if integers.dtype == np.uint64 else np.int64)
+
+
+def _integer_distance(a: _Array, b: _Array) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Return the absolute differences of integers, which are exact modulo 2**64."""
+    a, b = _widened(a), _widened(b)
+    distance: np.ndarray[Any, np.dtype[np.uint64]] = np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)
+    return distance
 
 
 BITWISE = Tolerance()
@@ -188,6 +196,9 @@ class DeviationSum:
             left, right = left[numbers], right[numbers]
             a, b = _ordered(left), _ordered(right)
             self._ulp = max(self._ulp, int((np.maximum(a, b) - np.minimum(a, b)).max(initial=0)))
+        if left.dtype.kind in "iu":
+            self._absolute = max(self._absolute, float(_integer_distance(left, right).max(initial=0)))
+            return
         distance = np.abs(left.astype(np.float64) - right.astype(np.float64))
         # Only bits that differ come here, so infinities have opposite signs and their difference is not NaN.
         self._absolute = max(self._absolute, float(distance.max(initial=0.0)))
@@ -213,6 +224,8 @@ def _ordered(values: _Array) -> _Array:
     """Map floating-point numbers to integers in the same order, such that adjacent numbers differ by one."""
     sign = 1 << (8 * values.itemsize - 1)
     bits = _bits(values).astype(np.uint64)
+    if values.dtype == ml_dtypes.float8_e8m0fnu:  # Without a sign.
+        return bits
     most = np.uint64((sign << 1) - 1)
     return np.where(bits >= sign, most - bits, bits + np.uint64(sign))
 
@@ -369,6 +382,7 @@ class _Prepared(msgspec.Struct, frozen=True):
 def _prepared(checkpoint: OpenedCheckpoint, roles: Sequence[str]) -> _Prepared:
     source = canonical_source(checkpoint)
     layout = canonical_layout(source)
+    check_all_canonical(checkpoint, layout)
     tensors = {(role, name): shard for role in roles for name, shard in layout.get(role, {}).items()}
     return _Prepared(source, tensors)
 

@@ -50,7 +50,13 @@ from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE, paramete
 from paddleformers_fc.layout.shards import ShardsByRole, shard_bytes
 from paddleformers_fc.plan.build import CAST, ReadSource, plan_reads
 from paddleformers_fc.plan.report import OPEN_WEIGHTS
-from paddleformers_fc.plan.sources import canonical_layout, canonical_source, huggingface_source, resume_source
+from paddleformers_fc.plan.sources import (
+    canonical_layout,
+    canonical_source,
+    check_all_canonical,
+    huggingface_source,
+    resume_source,
+)
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.checksum import FileChecksum, checksum_of
 from paddleformers_fc.storage.dtypes import model_dtype, parse_dtype
@@ -257,6 +263,8 @@ def _plan_export(
     chosen = HUGGINGFACE_WRITER if merge is not None else writer or default_writer(checkpoint)
     source = export_source(checkpoint, chosen) if base is None else canonical_source(base)
     layout: ShardsByRole = canonical_layout(source)
+    if base is None and chosen is HUGGINGFACE_WRITER:
+        check_all_canonical(checkpoint, layout)
     if dtype:
         source, layout = recast(checkpoint, source, layout, dtype)
     files = chosen.files(checkpoint, layout, max_shard_bytes)

@@ -213,6 +213,14 @@ def register(
             where="header" if header is None else "config",
             next_step="Pass both, or neither.",
         )
+    if not isinstance(family, Family):
+        raise OptionError(f"{type(family).__name__} is no family.", where="family", next_step="Pass lang.family(...).")
+    if config is not None and config.get("model_type", family.name) != family.name:
+        raise OptionError(
+            f"The configuration is of model_type {config['model_type']!r}, and the family of {family.name!r}.",
+            where="config",
+            next_step="Pass the configuration of open weights of this family.",
+        )
     if _registered.get(family.name, family) is not family:
         raise MappingError(
             f"Family {family.name} cannot be registered.",

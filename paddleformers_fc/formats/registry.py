@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from paddleformers_fc.errors import NotACheckpoint, OptionError
+from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
 from paddleformers_fc.formats import adapters as adapter_files, flex, huggingface
 from paddleformers_fc.formats.adapters import PADDLEFORMERS_LORA, PEFT
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, ExportWriter, Format, OpenedCheckpoint
@@ -301,10 +301,18 @@ def given_config(directory: AnyPath, named: AnyPath) -> dict[str, Any]:
         named: a directory with the model's ``config.json``, or this file.
     Raises:
         OptionError: there is no configuration, or the checkpoint has a different one.
-        FlexError: as :func:`require_config`.
+        StorageError: the file cannot be read.
     """
     place = named.parent if named.name == CONFIG_NAME else named
-    config = require_config(place)
+    try:
+        config = require_config(place)
+    except (Corrupt, FormatError) as error:  # The option is wrong, and not the checkpoint.
+        raise OptionError(
+            f"--config (config=) names no configuration: {error.what}",
+            where=str(place / CONFIG_NAME),
+            evidence=error.evidence,
+            next_step="Name a directory with the model's config.json.",
+        ) from error
     if describes_model(directory) and read_config(directory) != config:
         raise OptionError(
             f"{directory} has a configuration, and --config (config=) names a different one.",

@@ -16,6 +16,9 @@ import msgspec
 MICRO_BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 """PaddleFormers' training arguments."""
 
+_MOST_TRIED = 1 << 16
+"""Largest batch per device that is looked for."""
+
 _Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
@@ -70,6 +73,9 @@ def step_samples(saved: BatchSizes, ranks: int) -> StepSamples:
         return StepSamples(saved.per_step, planned, {})
     own = saved.per_step // ranks
     # A larger batch per device might not fit into memory.
-    micro_batch = next(size for size in range(min(saved.micro_batch, own), 0, -1) if own % size == 0)
+    largest = min(saved.micro_batch, own, _MOST_TRIED)
+    micro_batch = next(size for size in range(largest, 0, -1) if own % size == 0)
+    if own // micro_batch >= 1 << 31:  # No run accumulates so many passes.
+        return StepSamples(saved.per_step, planned, {})
     keep = {MICRO_BATCH: micro_batch, ACCUMULATION: own // micro_batch}
     return StepSamples(saved.per_step, planned, keep)

@@ -17,19 +17,20 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from msgspec import structs
 
-from paddleformers_fc.errors import Corrupt
+from paddleformers_fc.errors import Corrupt, OptionError
 from paddleformers_fc.families import ModelDescription, ModelTensor, OptionalNames, bind, family_for, is_known
 from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, OpenedCheckpoint
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE, StateShape, split_state_name
-from paddleformers_fc.layout.shards import Shard
+from paddleformers_fc.layout.shards import Shard, ShardsByRole
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSources, TensorSpec, prove
 from paddleformers_fc.mapping.boxes import Box, Shape, whole
 from paddleformers_fc.mapping.prove import require_agreement
 from paddleformers_fc.mapping.templates import identity
 from paddleformers_fc.plan.build import ReadSource
 from paddleformers_fc.plan.report import Report
+from paddleformers_fc.text import count_text
 
 
 def resume_source(
@@ -223,6 +224,27 @@ def canonical_layout(source: ReadSource) -> dict[str, dict[str, Shard]]:
                     box = boxes[shape] = whole(shape)
                 layout.setdefault(role, {})[name] = Shard(name, tensor.dtype, shape, box)
     return layout
+
+
+def check_all_canonical(checkpoint: OpenedCheckpoint, layout: ShardsByRole) -> None:
+    """Check that no stored weight is missing from the canonical layout because it has no axes or no elements.
+
+    Rules need elements along an axis, so these tensors are only saved and loaded, by name.
+
+    Raises:
+        OptionError: there are such tensors.
+    """
+    if checkpoint.format.canonical:
+        return
+    stored, known = checkpoint.catalog.roles.get(MODEL_STATE, {}), layout.get(MODEL_STATE, {})
+    left = [name for name, one in stored.items() if (not one.shape or 0 in one.shape) and name not in known]
+    if left:
+        raise OptionError(
+            f"{count_text(len(left), 'tensor')} without axes or elements can only be loaded.",
+            where=str(checkpoint.catalog.root),
+            evidence=left,
+            next_step="Load the checkpoint and compare or export these tensors in a script.",
+        )
 
 
 def canonical_names(source: ReadSource, role: str, name: str) -> list[str]:

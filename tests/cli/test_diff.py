@@ -7,11 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 import paddleformers_fc
+from paddleformers_fc.execute.diff_checkpoints import DeviationSum
 from paddleformers_fc.storage import executor
 from paddleformers_fc.storage.executor import Window
 from tests.cli.support import document_of, run, save
@@ -220,3 +222,17 @@ def test_a_side_that_cannot_be_read_is_not_reported_as_different(four: Path, cop
 def test_two_runs_print_the_same_document(four: Path, one: Path) -> None:
     texts = [json.dumps({**run("diff", one, four, "--json").document, "seconds": 0}) for _ in range(2)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "absolute", "ulp"),
+    [
+        (np.array([2**64 - 1], np.uint64), np.array([2**64 - 2], np.uint64), 1.0, None),
+        (np.array([2**63 - 1], np.int64), np.array([-(2**63)], np.int64), float(2**64 - 1), None),
+        (np.array([1], ml_dtypes.float8_e8m0fnu), np.array([2], ml_dtypes.float8_e8m0fnu), 1.0, 1),
+    ],
+)
+def test_differences_of_integers_and_scales_are_exact(one: Any, other: Any, absolute: float, ulp: int | None) -> None:
+    found = DeviationSum(one.shape)
+    found.add(one, other)
+    assert (found.result().absolute, found.result().ulp) == (absolute, ulp)

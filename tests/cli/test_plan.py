@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.layout.batch_sizes import ACCUMULATION as PASSES, MICRO_BATCH as BATCH, BatchSizes
+from paddleformers_fc.layout.batch_sizes import ACCUMULATION as PASSES, MICRO_BATCH as BATCH, BatchSizes, step_samples
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.state_json import encode
 from paddleformers_fc.trainer.position import Position, SampleOrder, to_document
@@ -122,3 +122,9 @@ def test_a_plan_follows_the_statements_of_a_training(stored: Path, tmp_path: Pat
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("aoa_statements: ['nowhere -> model.norm.weight']")
     assert document_of("plan", stored, "--to", "tp=2", "--aoa-config", wrong, code=1)["error"] == "MappingError"
+
+
+@pytest.mark.parametrize("saved", [BatchSizes(2 * 1_000_000_007, 1, 3), BatchSizes(2**31 - 1, 2**31 - 1, 2**31 - 1)])
+def test_settings_that_no_run_would_have_are_not_searched_for(saved: BatchSizes) -> None:
+    found = step_samples(saved, 2)
+    assert found.keep in ({}, {BATCH: 3, PASSES: 1_000_000_007})

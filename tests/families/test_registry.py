@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from paddleformers_fc.errors import MappingError
+from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import Family, family_for, register, registry
 from paddleformers_fc.families.declarations import Statement
 from paddleformers_fc.families.language import column, same, when
@@ -65,6 +65,13 @@ FAMILY = Family(
     tiny={{"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16}},
 )
 """
+
+
+def test_what_is_no_family_or_belongs_to_another_cannot_be_registered() -> None:
+    with pytest.raises(OptionError, match="str is no family"):
+        register("llama")
+    with pytest.raises(OptionError, match="of model_type 'qwen2', and the family of 'ours'"):
+        register(OURS, {"model_type": "qwen2"}, {})
 
 
 def test_a_family_without_tensors_cannot_be_registered() -> None:

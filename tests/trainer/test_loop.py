@@ -13,7 +13,7 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc import load, save
-from paddleformers_fc.errors import FlexError, MappingError
+from paddleformers_fc.errors import FlexError, MappingError, OptionError
 from paddleformers_fc.execute.digest import TensorDigest
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks, run_on_ranks
@@ -312,3 +312,21 @@ def test_states_that_a_checkpoint_would_not_contain_or_not_replace_are_refused(t
     optimizer._accumulators_holder.pop(next(iter(states)))
     load(whole, model, optimizer)
     step(model, optimizer)
+
+
+@on_ranks(1)
+def test_a_number_without_axes_is_saved_and_loaded_but_not_compared_or_exported(tmp_path: Path) -> None:
+    model = paddle.nn.Linear(2, 3)
+    model.scale = model.create_parameter([])
+    for number, value in (("one", 1.0), ("two", 2.0)):
+        model.scale.set_value(paddle.full([], value))
+        save(tmp_path / number, model)
+    one, two = (paddleformers_fc.open(tmp_path / number) for number in ("one", "two"))
+    with pytest.raises(OptionError, match="1 tensor without axes or elements") as caught:
+        one.diff(two)
+    assert caught.value.evidence == ("scale",)
+    with pytest.raises(OptionError, match="1 tensor without axes or elements"):
+        one.export(tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    load(tmp_path / "one", model)
+    assert float(model.scale) == 1.0
