@@ -49,6 +49,7 @@ from paddleformers_fc.formats.flex import FLEX_WRITER
 from paddleformers_fc.formats.huggingface import DEFAULT_MAX_SHARD_BYTES, HUGGINGFACE_WRITER, open_huggingface
 from paddleformers_fc.formats.inspection import JobFacts, RoleFacts, job_facts, role_facts
 from paddleformers_fc.formats.registry import (
+    check_heads,
     conversion_target,
     default_writer,
     given_config,
@@ -431,6 +432,8 @@ class Checkpoint:
         given = config_of_base(opened) if config is None else given_config(root, parse_named(config))
         if opened.commit_record is None and (verify == "full" or given is not opened.config):
             opened = open_checkpoint(root, verify, config=given)
+        if config is not None:
+            check_heads(opened)
         check_no_overlap(root, target)
         check_target(target, opened.model_files, replace, writer)
         unread = verify == "full" and opened.commit_record is not None
@@ -463,14 +466,17 @@ def open(
 
     Example:
         >>> paddleformers_fc.open("out/checkpoint-3")
-        Checkpoint('out/checkpoint-3', format='flex_checkpoint')
+        <Checkpoint out/checkpoint-3 format=flex_checkpoint step=3: 96 tensors, 1.7 MB>
     """
     require(DIRECTORY, path_or_url=path_or_url)
     require_or_none(DIRECTORY, config=config)
     check_level(verify)
     directory = parse_named(path_or_url)
     given = None if config is None else given_config(directory, parse_named(config))
-    return Checkpoint(open_checkpoint(directory, verify, roles, given))
+    opened = open_checkpoint(directory, verify, roles, given)
+    if given is not None:
+        check_heads(opened)
+    return Checkpoint(opened)
 
 
 def _base_of(adapters: OpenedCheckpoint, base: Location, verify: str, accept: bool) -> OpenedCheckpoint:

@@ -16,7 +16,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.families.declarations import NUMBER, PLACEHOLDER, SIZES, Family, Numbers, Statement, Tower
 from paddleformers_fc.families.description import IS_FLEET, ModelDescription, with_adapters
 from paddleformers_fc.families.sizes import Sizes, names_of, value_at
-from paddleformers_fc.mapping import Shape
+from paddleformers_fc.mapping import Shape, TensorSpec
 
 _TOKEN = re.compile(r"\{\w+\}|(?<=\.)[0-9]{1,18}(?=\.|\Z)")
 _HOLE = "{}"
@@ -181,6 +181,20 @@ class Names:
         """Return whether a tensor has an axis of attention heads."""
         kinds, _ = self.find(name)
         return any(_OF_HEADS & self.sizes.reads(size) for kind in kinds for size in kind.statement.shape)
+
+    def head_faults(self, specs: Mapping[str, TensorSpec]) -> list[str]:
+        """Return the tensors of attention heads whose shapes are not those that the configuration gives, a line each.
+
+        Args:
+            specs: global shapes by name in the model.
+        """
+        faults: list[str] = []
+        for name, spec in specs.items():
+            shapes = [kind.shape(numbers) for kind, numbers in self.declared(name)] if self.of_heads(name) else []
+            known = [shape for shape in shapes if shape is not None and len(shape) == len(spec.shape)]
+            if known and spec.shape not in known:
+                faults.append(f"{name}: stored {list(spec.shape)}, {list(known[0])} by the configuration")
+        return faults
 
     def whole(self, name: str, part: Shape, tp: int) -> tuple[Shape, int | None] | str:
         """Return the global shape of a tensor and the axis that tensor parallelism cuts; None if it is replicated.

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
+from paddleformers_fc.families import family_for, is_known
+from paddleformers_fc.families.names import Names
 from paddleformers_fc.formats import adapters as adapter_files, flex, huggingface
 from paddleformers_fc.formats.adapters import PADDLEFORMERS_LORA, PEFT
 from paddleformers_fc.formats.checkpoint import CONFIG_NAME, MAPPING_NAME, ExportWriter, Format, OpenedCheckpoint
@@ -26,7 +28,7 @@ from paddleformers_fc.layout.roles import MODEL_STATE, ROLES
 from paddleformers_fc.storage.files import exists, list_directory, similar_entry
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_step
-from paddleformers_fc.text import suggestion
+from paddleformers_fc.text import count_text, fold, suggestion
 
 _T = TypeVar("_T")
 
@@ -321,6 +323,28 @@ def given_config(directory: AnyPath, named: AnyPath) -> dict[str, Any]:
             next_step="Leave out --config (config=), which is for checkpoints without a configuration.",
         )
     return config
+
+
+def check_heads(checkpoint: OpenedCheckpoint) -> None:
+    """Check that stored tensors of attention heads have the shapes that a configuration named by a user gives.
+
+    Fused layers alone do not show the number of heads: another one would split them at other places.
+
+    Raises:
+        OptionError: some have others.
+        FlexError: the checkpoint has no rules under this configuration.
+    """
+    if checkpoint.format.canonical or not is_known(checkpoint.config):
+        return
+    model, targets = checkpoint.known, checkpoint.rules.targets
+    faults = Names(family_for(checkpoint.config), model).head_faults(targets)
+    if faults:
+        raise OptionError(
+            f"The named configuration is of another model: {count_text(len(faults), 'tensor')} differ.",
+            where=str(checkpoint.catalog.root),
+            evidence=fold(faults),
+            next_step="Name the configuration of the model that was saved with --config (config=).",
+        )
 
 
 def checkpoints_advice(directory: AnyPath) -> str:

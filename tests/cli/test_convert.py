@@ -220,3 +220,19 @@ def test_tensors_that_do_not_fit_the_model_are_rejected_by_name(name: str, messa
         paddleformers_fc.open(source).convert(tmp_path / "flex")
     assert caught.value.evidence == (name,)
     assert not (tmp_path / "flex").exists()
+
+
+def test_a_configuration_with_another_number_of_heads_is_refused_though_fused_layers_fit(tmp_path: Path) -> None:
+    stored = save(tmp_path / "checkpoint-3", canonical(), config=SIZES)
+    assert run("convert", stored, tmp_path / "paddle", "--format", "distcp").code == 0
+    (tmp_path / "paddle/config.json").unlink(missing_ok=True)
+    # 6 heads and one key, or 4 heads and two keys: eight heads in the fused layer.
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 4}
+    for name, config, code in (("other", {**SIZES, **heads}, 2), ("same", SIZES, 0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        for command in (("convert", "--format", "hf"), ("export",)):
+            target = tmp_path / f"{name}-{command[0]}"
+            outcome = run(command[0], tmp_path / "paddle", target, *command[1:], "--config", tmp_path / name)
+            assert (outcome.code, target.exists()) == (code, code == 0)
+            assert code == 0 or "o_proj.weight: stored [16, 16], [24, 16] by the configuration" in outcome.err
