@@ -55,7 +55,7 @@ def similar_word(given: str, known: Iterable[str]) -> str:
     """Return the known word that is most similar to a word, ignoring case; empty if none is similar.
 
     Words that differ only in dotted numbers, such as names of layers, are compared as one, since each comparison is
-    slow; among these, the word with the same numbers is the most similar.
+    slow; among these, the word with the same numbers is the most similar, or else the one with the nearest numbers.
     """
     by_lower = {word.lower(): word for word in sorted(known)}
     alike: dict[str, list[str]] = {}
@@ -66,8 +66,12 @@ def similar_word(given: str, known: Iterable[str]) -> str:
     words = alike[templates[0]] if templates else []
     numbers = _INDEX.findall(given)
     same = [word for word in words if _INDEX.findall(word) == numbers]
-    close = same or difflib.get_close_matches(given, words, n=1)
-    return by_lower[close[0]] if close else ""
+    nearest = same[0] if same else min(words, key=lambda word: _distance(_INDEX.findall(word), numbers), default="")
+    return by_lower.get(nearest, "")
+
+
+def _distance(numbers: Sequence[str], others: Sequence[str]) -> list[int]:
+    return [abs(int(one) - int(other)) for one, other in zip(numbers, others, strict=False)]
 
 
 def likely_meant(given: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Test results do not depend on the speed of the machine: the only time limit is that of the suite."""
+"""Tests have no time limit except the suite's, so a slow machine does not change their results."""
 
 from __future__ import annotations
 

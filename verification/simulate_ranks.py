@@ -313,7 +313,7 @@ def run_threads(ranks: int, work: Callable[[Channel], None]) -> None:
     raised = [outcome for outcome in job(ranks, work) if isinstance(outcome, Exception)]
     if not raised:
         return
-    # Ranks that waited for the one that failed report a broken barrier.
+    # The other ranks, which waited for the failed one, report a broken barrier.
     broken = threading.BrokenBarrierError
     error = min(raised, key=lambda one: isinstance(one, broken) or isinstance(one.__cause__, broken))
     if isinstance(error, FlexError):

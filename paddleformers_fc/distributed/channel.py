@@ -140,11 +140,13 @@ class Channel(Protocol):
         """
 
     def share(self, arrays: Mapping[int, Bytes]) -> dict[int, Bytes]:
-        """Return an array of each of some ranks, on every rank. Every rank must call.
+        """Give the arrays of some ranks to all ranks. Every rank must call.
 
         Args:
-            arrays: this rank's array, and zeros of the same length for those of the others, by rank, in the same order
-                on all ranks. All are writable and contiguous, none is empty, and all are undefined afterwards.
+            arrays: one array per sending rank, in the same order on all ranks: this rank's own, and zeros of the right
+                length to receive the others. They are writable, contiguous and not empty, and undefined afterwards.
+        Returns:
+            the array of each sending rank, by rank.
         """
 
 

@@ -67,7 +67,7 @@ def clean(output_dir: Path, confirmed: Callable[[LeftoverFacts], bool]) -> Clean
         confirmed: returns whether a directory may be removed.
     Raises:
         OptionError: the directory is itself a checkpoint.
-        StorageError: the operating system refused to list it.
+        StorageError: the operating system refused to list the directory itself.
     """
     check_no_checkpoint(output_dir)
     removed: list[LeftoverFacts] = []
@@ -179,7 +179,7 @@ def list_output(directory: Path, local: Path | None = None) -> ListedFacts:
         local: the local tier of its run on this machine; None without one.
     Raises:
         OptionError: the directory is itself a checkpoint.
-        StorageError: the operating system refused to list it.
+        StorageError: the operating system refused to list the directory itself.
     """
     check_no_checkpoint(directory)
     found = _content(directory)
@@ -221,6 +221,13 @@ def _content(directory: Path) -> OutputFacts:
 
 
 def _checkpoint(path: Path) -> CheckpointFacts:
+    try:
+        return _readable_checkpoint(path)
+    except StorageError as error:
+        return CheckpointFacts(name=path.name, fault=error.in_one_line(), kind="", bytes=0)
+
+
+def _readable_checkpoint(path: Path) -> CheckpointFacts:
     format = format_of(path)
     kind = format.name if format is not None else ""
     try:

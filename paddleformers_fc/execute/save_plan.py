@@ -314,6 +314,14 @@ def proved_mapping(job: JobShards, model: ModelDescription) -> tuple[bytes, Mode
     parameters = {name: job[numbers[0]][1] for name, numbers in job.tensors(MODEL_STATE)}
     if not parameters:
         raise OptionError("The model has no tensors.", where="model", next_step="Save a layer or state dict with some.")
+    empty = [name for name, shard in parameters.items() if 0 in shard.global_shape]
+    if empty:
+        raise OptionError(
+            f"{count_text(len(empty), 'tensor')} of the model without elements cannot be mapped.",
+            where="model",
+            evidence=empty,
+            next_step="Remove these tensors from the model.",
+        )
     mapping = encode_mapping(model, model_rules(model, parameters))
     _check_complete(job, parameters)
     stored, rules = decode_mapping(mapping, MAPPING_NAME)

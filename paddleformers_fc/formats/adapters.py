@@ -420,7 +420,9 @@ def _open_peft(format: Format, directory: AnyPath, verify: str, config: Config) 
         (msgspec.structs.replace(shard, name=canonical_name(shard.name)), file, begin, width)
         for shard, file, begin, width in read.shards({WEIGHTS_NAME: names})
     )
-    opened = read.opened(format, shards, read_config(directory, checksums), FileFacts(checksums, adapters=adapters))
+    opened = read.opened(
+        format, shards, read_config(directory, checksums or {}), FileFacts(checksums, adapters=adapters)
+    )
     faults = [*opened.catalog.faults(), *_unpaired(opened.catalog.roles[MODEL_STATE])]
     if faults or not names:
         what = f"{WEIGHTS_NAME} does not contain complete adapters."
@@ -569,7 +571,7 @@ def _open_lora(format: Format, directory: AnyPath, verify: str, config: Config) 
     adapters, degree = _adapters_of_lora(_read_config(directory, LORA_CONFIG_NAME, checksums), directory)
     shards = read.shards({name: header.tensors for name, header in read.headers.items()})
     facts = FileFacts(checksums, adapters=adapters, degree=degree)
-    return read.opened(format, shards, read_config(directory, checksums), facts)
+    return read.opened(format, shards, read_config(directory, checksums or {}), facts)
 
 
 def _describe_lora(checkpoint: OpenedCheckpoint) -> StoredModel:

@@ -123,7 +123,7 @@ def open_huggingface(directory: AnyPath, verify: str = "size", as_stored: bool =
     documents += [CONFIG_NAME] if CONFIG_NAME in (checksums or {}) else []
     read = read_files(directory / INDEX_NAME, files, checksums, verify, documents)
     native = _of_paddle(directory, read.headers)
-    config = read_config(directory, checksums)
+    config = read_config(directory, checksums or {})
     names = _with_unnamed(files, read.headers, directory)
     plain, scaled = (names, {}) if as_stored else scaled_files(directory, config, names, read.headers)
     produced = {directory / path: file for path, (_, file) in scaled.items()}
@@ -263,7 +263,7 @@ def read_description(directory: AnyPath, name: str, checksums: FileChecksums | N
     Args:
         directory: the directory of the file.
         name: the name of the file.
-        checksums: the recorded checksums, if they were already read.
+        checksums: the recorded checksums, empty without any; None to read them.
     Raises:
         Corrupt: the file does not match its recorded checksum.
         FormatError: it is too long, or not a regular file.
@@ -271,7 +271,8 @@ def read_description(directory: AnyPath, name: str, checksums: FileChecksums | N
     """
     if not exists(directory / name):
         return None
-    return read_exported(directory, checksums or read_checksums(directory), name, MAX_DOCUMENT_BYTES)
+    recorded = read_checksums(directory) if checksums is None else checksums
+    return read_exported(directory, recorded, name, MAX_DOCUMENT_BYTES)
 
 
 def read_config(directory: AnyPath, checksums: FileChecksums | None = None) -> dict[str, Any]:
@@ -279,7 +280,7 @@ def read_config(directory: AnyPath, checksums: FileChecksums | None = None) -> d
 
     Args:
         directory: the directory of the file.
-        checksums: the recorded checksums, if they were already read.
+        checksums: the recorded checksums, empty without any; None to read them.
     Raises:
         Corrupt: it does not match its checksum.
         FormatError: it is not a JSON object.

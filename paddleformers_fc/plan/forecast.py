@@ -14,14 +14,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
 from msgspec import structs
 
 from paddleformers_fc.aoa import AoaTensor
-from paddleformers_fc.errors import OptionError
+from paddleformers_fc.errors import FormatError, OptionError
 from paddleformers_fc.families import OptionalNames, described_by_file, family_for
 from paddleformers_fc.families.names import tied_sources
 from paddleformers_fc.families.stated import no_family
@@ -48,6 +47,7 @@ from paddleformers_fc.plan.sources import huggingface_source, regrouped, resume_
 from paddleformers_fc.plan.statements import statements_source
 from paddleformers_fc.storage.dtypes import dtype_size, model_dtype, parse_dtype
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, IMAGE_BYTES
+from paddleformers_fc.storage.manifest import RESTORE
 from paddleformers_fc.storage.operations import bytes_read, is_read_directly, row_major, strided_axes
 from paddleformers_fc.storage.state_json import decode_object
 from paddleformers_fc.text import natural
@@ -449,14 +449,19 @@ def plan_load(
 
 
 def _samples(checkpoint: OpenedCheckpoint, grid: ParallelGrid) -> StepSamples | None:
-    """Return the samples per step of the run and on a grid; None if the checkpoint has no record of them."""
+    """Return the samples per step of the run and on a grid; None if the checkpoint has no record of them.
+
+    Raises:
+        FormatError: the record is invalid.
+    """
     if DATA not in checkpoint.documents:
         return None
     where = str(checkpoint.catalog.root / DATA)
     saved = decode_object(checkpoint.document(DATA), where).get("pace")
-    with suppress(msgspec.ValidationError):
-        return step_samples(msgspec.convert(saved, BatchSizes), grid.data_ranks)
-    return None
+    try:
+        return None if saved is None else step_samples(msgspec.convert(saved, BatchSizes), grid.data_ranks)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"The batch sizes in {DATA} are invalid: {error}.", where=where, next_step=RESTORE) from error
 
 
 def _parse_target(to: str) -> ParallelGrid:

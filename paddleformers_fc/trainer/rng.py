@@ -1,7 +1,7 @@
 """Save and restore the random generators of a process as JSON.
 
-The generators are Python's, numpy's, Paddle's for the device and the CPU, and those of the hybrid-parallel tracker,
-which drive dropout under tensor parallelism. A Paddle generator is stored as its device number, seed, offset and engine
+There are generators of Python, numpy and Paddle (device and CPU). Those of the hybrid-parallel tracker drive dropout
+under tensor parallelism. A Paddle generator is stored as its device number, seed, offset and engine
 state, without pickle. States are restored only if the number of ranks is unchanged.
 
 Size: about 30 kB per process.
@@ -62,9 +62,6 @@ class _Generators(msgspec.Struct, forbid_unknown_fields=True):
 
 def capture_generators(world_size: int, hybrid: bool) -> Callable[[], bytes]:
     """Capture the state of this process's generators, and return a function that encodes it as JSON, of about 30 kB.
-
-    The generators are Python's, numpy's, Paddle's for the device and the CPU, and those of the hybrid-parallel tracker,
-    which drive dropout under tensor parallelism.
 
     Args:
         world_size: number of processes, which must be the same at the restore.

@@ -128,3 +128,10 @@ def test_a_plan_follows_the_statements_of_a_training(stored: Path, tmp_path: Pat
 def test_settings_that_no_run_would_have_are_not_searched_for(saved: BatchSizes) -> None:
     found = step_samples(saved, 2)
     assert found.keep in ({}, {BATCH: 3, PASSES: 1_000_000_007})
+
+
+def test_invalid_batch_sizes_of_a_checkpoint_are_reported(stored: Path, tmp_path: Path) -> None:
+    made = with_data(stored, tmp_path / "checkpoint-3", BatchSizes(0, 4, 4))
+    outcome = run("plan", made, "--to", "tp=2")
+    assert outcome.code == 1
+    assert "The batch sizes in trainer/data.json are invalid" in outcome.err

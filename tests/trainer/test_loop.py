@@ -330,3 +330,15 @@ def test_a_number_without_axes_is_saved_and_loaded_but_not_compared_or_exported(
     assert not (tmp_path / "hf").exists()
     load(tmp_path / "one", model)
     assert float(model.scale) == 1.0
+
+
+@on_ranks(1)
+def test_a_tensor_without_elements_is_neither_saved_nor_streamed(tmp_path: Path) -> None:
+    model = paddle.nn.Linear(2, 3)
+    model.none, model.rows = model.create_parameter([0]), model.create_parameter([0, 2])
+    with pytest.raises(OptionError, match="2 tensors of the model without elements") as caught:
+        save(tmp_path / "one", model)
+    assert caught.value.evidence == ("none", "rows")
+    assert not (tmp_path / "one").exists()
+    with pytest.raises(OptionError, match="2 tensors of the model without elements"):
+        list(paddleformers_fc.stream(model))
