@@ -131,29 +131,6 @@ def test_a_late_copy_is_that_of_the_saved_step(ranks: ForkServer, tmp_path: Path
     assert found[0] == found[1]
 
 
-@on_ranks(layout=PP2)
-def test_all_ranks_copy_under_a_new_plan_when_shards_of_one_have_changed(tmp_path: Path) -> None:
-    """The last rank lacks a state in the first save, as one that is created in the second step."""
-    from paddleformers_fc.trainer import save
-
-    roles, found = save._roles, []
-
-    def without_one(*args: Any) -> Any:
-        held = roles(*args)
-        if trainer.args.process_index == 1 and trainer.state.global_step < 2:
-            states = dict(held["optimizer_state"])
-            del states[max(states)]
-            held = {**held, "optimizer_state": states}
-        return held
-
-    save._roles = without_one
-    for name, options in (("in", {}), ("beside", ASYNC)):
-        trainer = flex_trainer(PP2, tmp_path / name, {**EVERY_STEP, **options})
-        trainer.train()
-        found.append((outcome(trainer), all_contents(tmp_path / name)))
-    assert found[0] == found[1]
-
-
 @on_ranks(1)
 def test_captured_documents_describe_their_step_whatever_changes_until_they_are_encoded(tmp_path: Path) -> None:
     import random

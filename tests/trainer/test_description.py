@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors, own_families
+from paddleformers_fc.families import Family, ModelTensor, bind, enumerate_tensors, own_families
 from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.names import family_keys
 from paddleformers_fc.families.sizes import value_at
-from paddleformers_fc.mapping import prove
 from paddleformers_fc.trainer import documents
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import model_config
 from tests.families.jobs import config_class
 from tests.families.spaces import BY_NAME, model_of, settings
-from verification.forkserver import ForkServer
 
 FLEET_ONLY = ("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "deepseek_v4", "qwen3_5", "qwen3_5_moe")
 NAMES = [family.name for family in own_families()]
@@ -204,20 +202,3 @@ def test_config_json_of_a_save_agrees_with_the_stored_model_description(name: st
         if name == "glm_ocr":  # Whose class never ties.
             parts = (written, written["text_config"])
             assert {one["tie_word_embeddings"] for one in parts if "tie_word_embeddings" in one} == {False}
-
-
-@pytest.mark.parametrize(
-    "name", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", *VISION]
-)
-def test_a_family_lists_the_tensors_of_the_class_that_paddleformers_builds_itself(ranks: ForkServer, name: str) -> None:
-    job = {"model_type": name, "values": plain_values(name)}
-    ((description, tensors),) = ranks.run("tests.families.jobs:describe_plain", 1, job).values
-    described = ModelDescription(**description)
-    assert described.is_fleet is False
-    held = {key: (tuple(shape), dtype) for key, (shape, dtype) in tensors.items()}
-    declared = {one.name: (one.shape, one.dtype) for one in enumerate_tensors(BY_NAME[name], described)}
-    assert declared == held
-    model = [ModelTensor(key, shape, dtype, (1,) * len(shape)) for key, (shape, dtype) in held.items()]
-    rules = bind(BY_NAME[name], described, model)
-    prove(rules.mapping())
-    prove(rules.mapping().reversed())

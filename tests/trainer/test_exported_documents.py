@@ -135,15 +135,6 @@ def test_generation_settings_that_a_user_gives_a_model_take_precedence(ranks: Fo
         assert json.loads((path / "generation_config.json").read_text())["max_new_tokens"] == 5, way
 
 
-def test_a_model_without_a_source_exports_what_it_is(ranks: ForkServer, tmp_path: Path) -> None:
-    model = {"moe_use_aux_free": False, "num_nextn_predict_layers": 0}
-    run = {"layout": tiny.SINGLE.to_json(), "output_dir": str(tmp_path), "model_type": "ernie4_5_moe", "model": model}
-    ranks.run("tests.trainer.export_jobs:export_initial", 1, {**run, "target": str(tmp_path / "weights")})
-    written = json.loads((tmp_path / "weights/config.json").read_text())
-    assert {key: written.get(key, "lost") for key in model} == model
-    assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000}
-
-
 @on_ranks(1)
 def test_a_model_that_can_generate_uses_the_settings_that_it_exports() -> None:
     from paddleformers.transformers.gpt_oss.configuration import GptOssConfig

@@ -103,18 +103,6 @@ def test_a_conversion_of_adapters_names_the_commands_that_export_them(
     assert (tmp_path / "1/model.safetensors").read_bytes() == (merged.directory / "model.safetensors").read_bytes()
 
 
-def test_adapters_of_paddleformers_are_converted_to_flex_and_back(llama: Exported, tmp_path: Path) -> None:
-    flex, back = tmp_path / "flex/checkpoint-2", tmp_path / "back"
-    theirs = llama.opened.export(tmp_path / "theirs", format="paddleformers-lora")
-    assert run("convert", theirs.directory, flex).code == 0
-    found = llama.opened.diff(paddleformers_fc.open(flex), role="model_state")
-    assert found.equal
-    assert found.roles["model_state"].equal == 56
-    assert run("export", flex, back, "--format", "paddleformers-lora").code == 0
-    for name in theirs.files:
-        assert (back / name).read_bytes() == (theirs.directory / name).read_bytes()
-
-
 def test_adapters_of_peft_are_merged_from_a_flex_checkpoint_alone(llama: Exported, tmp_path: Path) -> None:
     flex, merged = (tmp_path / name for name in ("flex/checkpoint-0", "merged"))
     assert run("convert", llama.adapter, flex).code == 0

@@ -19,17 +19,6 @@ from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.trainer.test_rotation import WEIGHTS, make_checkpoint
 
 
-@pytest.mark.parametrize("what", ["", "config.json", "flex_checkpoint.json"])
-def test_a_symlink_loop_is_skipped_with_a_warning_that_names_the_step(tmp_path: Path, what: str) -> None:
-    make_checkpoint(tmp_path, 2)
-    circle = make_checkpoint(tmp_path, 4) / what
-    circle.rename(tmp_path / "elsewhere")
-    circle.symlink_to(circle)
-    found, passed_over = find_newest(tmp_path, LocalChannel())
-    assert found == tmp_path / "checkpoint-2"
-    assert [path for path, _ in passed_over] == [tmp_path / "checkpoint-4"]
-
-
 def test_a_run_starts_from_the_beginning_where_nothing_was_saved_and_resumes_where_something_was(
     tmp_path: Path,
 ) -> None:

@@ -145,37 +145,6 @@ def test_every_local_shard_is_loaded_from_hybrid_parallelism_and_saved(
 
 
 @on_ranks(2)
-def test_tensors_without_a_family_are_loaded_by_name_under_other_placements(tmp_path: Path) -> None:
-    import numpy as np
-    import paddle
-    import paddle.distributed as dist
-
-    dist.init_parallel_env()
-    mesh = dist.ProcessMesh([0, 1])
-    values = {"a": np.arange(21, dtype="float32").reshape(7, 3), "b": np.arange(5, dtype="float32"), "c": np.ones(1)}
-
-    def placed(zero: bool, **axes: int) -> dict[str, Any]:
-        return {
-            name: dist.shard_tensor(
-                paddle.to_tensor(value * (not zero)),
-                mesh,
-                [dist.Shard(axes[name])] if name in axes else [dist.Replicate()],
-            )
-            for name, value in values.items()
-        }
-
-    first, second = (tmp_path / name / "checkpoint-1" for name in ("first", "second"))
-    paddleformers_fc.save({"model": placed(False, a=0, b=0)}, first, step=1)
-    other = placed(True, a=1)
-    assert not paddleformers_fc.load(other, first).fresh
-    paddleformers_fc.save(second, other, step=1)
-    mine = slice(2) if dist.get_rank() == 0 else slice(2, 3)
-    for name, part in (("a", values["a"][:, mine]), ("b", values["b"]), ("c", values["c"])):
-        assert (other[name]._local_value().numpy() == part).all()
-    assert paddleformers_fc.open(first).diff(paddleformers_fc.open(second)).equal
-
-
-@on_ranks(2)
 def test_a_state_dict_that_cannot_be_placed_is_refused_with_the_reason(tmp_path: Path) -> None:
     import paddle
     import paddle.distributed as dist

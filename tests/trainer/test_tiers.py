@@ -300,14 +300,6 @@ def test_a_run_resumes_wherever_its_local_disks_come_back(ranks: ForkServer, tmp
         assert len(lines) == (begun == 3)
 
 
-# In make test: test_a_record_that_is_lost_while_a_run_saves_comes_back_and_another_one_ends_the_run.
-@pytest.mark.slow
-def test_a_run_that_loses_a_local_disk_during_a_save_continues_and_resumes(ranks: ForkServer, tmp_path: Path) -> None:
-    on_local_disks(ranks, tmp_path, (0, 1), "run_and_lose_a_disk", max_steps=7)
-    again = on_local_disks(ranks, tmp_path, (0, 1), resume=True, max_steps=8)
-    assert len(again.values[0]["losses"]) == 1
-
-
 def test_a_save_on_a_signal_is_one_of_output_dir(ranks: ForkServer, tmp_path: Path) -> None:
     given = {**settings(SINGLE, tmp_path / "out", **{**SIX, "max_steps": 50, "save_steps": 100}), "signalled": [0]}
     given["arguments"]["flex_local_dir"] = str(local(tmp_path))

@@ -32,7 +32,6 @@ from tests.trainer.jobs import (
     run_with_scaler,
     train_and_resume,
     trained,
-    weights_of,
 )
 from tests.trainer.lost_jobs import keep_time
 from verification.digests import canonical_digests
@@ -406,23 +405,6 @@ def test_random_generators_of_an_epochs_end_come_back_for_the_next_epoch(ranks: 
     assert ([len(of_epoch) for of_epoch in other], reported) == ([2, 4], 1)
 
 
-# In make test: test_data_of_any_length_is_trained_once_though_ranks_and_batches_change_within_the_epoch.
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [TP2, PP2], ids=lambda layout: layout.name)
-@on_ranks()
-def test_data_that_one_rank_reads_for_others_resumes_with_the_next_sample(layout: MatrixLayout, tmp_path: Path) -> None:
-    def losses(name: str, resume: str | None = None, one_reader: bool = True) -> list[float]:
-        trainer = flex_trainer(layout, tmp_path / name, {**SIX_STEPS, "distributed_dataloader": one_reader})
-        if not trainer.args.should_load_dataset:
-            trainer.train_dataset = None
-        trainer.train(resume_from_checkpoint=resume)
-        return list(trainer.losses)
-
-    whole = losses("whole")
-    assert whole == losses("each", one_reader=False), "as if every rank reads its own data"
-    assert losses("again", str(tmp_path / "whole/checkpoint-3")) == whole[3:]
-
-
 def test_the_data_may_start_from_its_beginning(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
     (indices,) = ranks.run(
         f"{DATA}:run_and_watch_samples",
@@ -585,25 +567,6 @@ def test_a_metric_must_be_one_that_evaluations_have_and_is_never_the_best_as_nan
     with pytest.raises(OptionError, match="metric_for_best_model") as refused:
         trained(SINGLE, tmp_path / "accuracy", {**arguments, "metric_for_best_model": "accuracy"}, **given)
     assert all(name in refused.value.render() for name in ("eval_accuracy", "eval_loss"))
-
-
-# Under every layout: test_stream.py.
-@on_ranks(layout=SINGLE)
-def test_an_export_is_what_from_pretrained_reads(layout: MatrixLayout, tmp_path: Path) -> None:
-    from paddleformers.transformers import AutoModelForCausalLM
-
-    trainer = trained(layout, tmp_path, {"max_steps": 1, "save_steps": 1})
-    ways = [tmp_path / name for name in ("save_model", "save_pretrained", "in_many_files")]
-    trainer.save_model(str(ways[0]), last_fc_to_hf=True)
-    trainer.model.save_pretrained(str(ways[1]))
-    trainer.model.save_pretrained(str(ways[2]), max_shard_size="300kB")
-    one, same, many = ({path.name for path in way.iterdir()} for way in ways)
-    assert one == same == {"config.json", "flex_checksums.json", "model.safetensors", "training_args.json"}
-    assert {"model.safetensors.index.json", "model-00002-of-00003.safetensors"} <= many
-    expected = list(canonical_digests(tmp_path / "checkpoint-1", roles=["model_state"]))
-    assert all(list(canonical_digests(way)) == expected for way in ways)
-    reloaded = AutoModelForCausalLM.from_pretrained(str(ways[2]), convert_from_hf=True)
-    assert weights_of(reloaded) == weights_of(trainer.model)
 
 
 def test_asynchronous_exports_have_their_own_directories(ranks: ForkServer, tmp_path: Path) -> None:

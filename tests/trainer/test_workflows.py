@@ -190,19 +190,6 @@ def test_more_steps_of_an_indexed_corpus_repeat_no_sample_and_leave_none_out(
     assert len(set(whole.all_samples)) == 24
 
 
-@pytest.mark.slow
-def test_unshuffled_samples_of_an_indexed_corpus_are_continued_or_refused(
-    workflows: Workflows, indexed: dict[str, Any], tmp_path: Path
-) -> None:
-    keys = {**indexed, **DP2, "dataloader_shuffle": False}
-    first = workflows.train("llama_pt", tmp_path / "out", **keys, max_steps=6)
-    resume = {"resume_from_checkpoint": str(tmp_path / "out/checkpoint-3")}
-    shorter = workflows.train("llama_pt", tmp_path / "shorter", **{**keys, **SD2}, **resume, max_steps=5)
-    assert shorter.samples == {step: first.samples[step] for step in (4, 5)}
-    log = workflows.refused("llama_pt", tmp_path / "passes", **keys, **resume, max_steps=400)
-    assert "the corpus is distributed to other samples" in log
-
-
 def test_updates_of_the_reference_model_are_refused_by_name_also_in_a_script() -> None:
     from paddleformers_fc.trainer import reference
 
