@@ -170,6 +170,7 @@ def test_experts_that_a_library_switches_in_every_step_are_saved_as_they_are_bet
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("copied", ["paddlefleet"], indirect=True)
 def test_our_command_line_trains_and_resumes_with_a_copy(copied: Copy, tmp_path: Path) -> None:
     path = write_recipe("llama_pt", prepare(tmp_path / "assets"), tmp_path / "out", flex_unknown_versions="warn")
     environment = {**os.environ, "PYTHONPATH": f"{copied.directory}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
