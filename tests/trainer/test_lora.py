@@ -18,9 +18,9 @@ from tests.cli.support import flip
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import EP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
+from tests.trainer.export_jobs import weights_of
 from tests.trainer.jobs import few_samples, flex_trainer, weights_of as tensors_of
 from tests.trainer.lora_jobs import fingerprint, from_files, trainer_of
-from tests.trainer.test_pretrained import weights_of
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 

@@ -20,9 +20,9 @@ from tests.harness import tiny
 from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import PP2, SINGLE, TP2, MatrixLayout
 from tests.trainer import peft_files
+from tests.trainer.export_jobs import weights_of
 from tests.trainer.jobs import logged, weights_of as tensors_of
 from tests.trainer.lora_jobs import from_files, run_saving_what_was_loaded, trainer_of
-from tests.trainer.test_pretrained import weights_of
 from tools.peft_fixtures import inputs
 from verification.forkserver import ForkServer
 
