@@ -182,7 +182,11 @@ STRATEGIES += ("pp4vpp2+tp2", "tp2+sd2v1", "tp2+pp2+sd2v1", "tp2+pp2+sd2v2")
 """Layouts of hybrid runs."""
 
 STOCK = {"save_checkpoint_format": "", "load_checkpoint_format": "", "save_to_hf": False}
-OF_OTHERS = {"sharding_io": ("sd2v1", "sd2v2", "tp2+sd2v1"), "Paddle's FlexCheckpoint": ("tp2", "sd2v2")}
+OF_OTHERS = {
+    "legacy hybrid": ("tp2", "pp2", "sd2v2", "tp2+pp2+sd2v1"),
+    "sharding_io": ("sd2v2",),
+    "Paddle's FlexCheckpoint": ("tp2", "sd2v2"),
+}
 """The strategies of the other formats; the tests of formats compare all of them."""
 
 FORMATS: Mapping[str, Mapping[str, Any] | None] = {
@@ -197,7 +201,7 @@ CASES = [
     (strategy, kind)
     for kind in FORMATS
     for strategy in STRATEGIES
-    if kind in ("flex checkpoint", "legacy hybrid") or strategy in OF_OTHERS[kind]
+    if kind == "flex checkpoint" or strategy in OF_OTHERS[kind]
 ]
 
 
