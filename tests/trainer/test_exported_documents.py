@@ -67,17 +67,13 @@ def run_and_export(
     model_type: str,
     model: dict[str, Any],
     source: Path | None = None,
-    generation: dict[str, Any] | None = None,
 ) -> None:
     """Train from open weights, or resume the newest checkpoint, and export in both ways of a live model.
 
     Args:
         steps: how many; the last one is saved.
         source: open weights to start from.
-        generation: generation settings that a user gives the model before training.
     """
-    from paddleformers.generation import GenerationConfig
-
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments, load_open_weights
 
     settings = {"max_steps": steps, "save_steps": steps, "flex_checkpoint": True, "cls": FlexTrainingArguments}
@@ -85,8 +81,6 @@ def run_and_export(
     built = tiny.build(model_type, layout, args, **model)
     if source is not None and steps == 1:
         load_open_weights(built, source)
-    if generation is not None:
-        built.generation_config = GenerationConfig(**generation)
     trainer = tiny.trainer(built, args, cls=FlexTrainer)
     trainer.train(resume_from_checkpoint=True if steps > 1 else None)
     trainer.save_model(f"{directory}/step-{steps}/save_model")
@@ -126,13 +120,6 @@ def test_every_export_has_the_generation_settings_and_the_keys_of_its_source(
         scaling = {key: value for key, value in ROTARY.items() if key != "rope_theta"}
         assert values.get("rope_scaling") == (scaling if model_type == "llama" else None)
     assert len(set(texts.values())) == 1
-
-
-def test_generation_settings_that_a_user_gives_a_model_take_precedence(ranks: ForkServer, tmp_path: Path) -> None:
-    source, config = source_of(ranks, tmp_path, "llama")
-    job = {"model_type": "llama", "model": live(config), "source": source, "generation": {"max_new_tokens": 5}}
-    for way, path in exports(ranks, tmp_path / "user", tiny.SINGLE, **job).items():
-        assert json.loads((path / "generation_config.json").read_text())["max_new_tokens"] == 5, way
 
 
 @on_ranks(1)

@@ -478,24 +478,6 @@ def test_the_loss_scaler_of_a_run_continues_where_it_was(layout: MatrixLayout, t
 # ---- Weights without the rest of a run.
 
 
-@on_ranks(layout=SINGLE)
-def test_an_optimizer_that_nothing_declares_may_train_a_run_whose_states_are_not_saved(
-    layout: MatrixLayout, tmp_path: Path
-) -> None:
-    """What is saved without states is refused or begun with: test_other_formats.py."""
-    import paddle
-
-    from paddleformers_fc import FlexTrainer
-
-    class Trainer(FlexTrainer):
-        def create_optimizer(self, lr_scheduler: Any = None) -> Any:
-            self.optimizer = paddle.optimizer.SGD(parameters=self.model.parameters(), learning_rate=0.01)
-
-    given = {"max_steps": 3, "save_steps": 3, "ignore_save_lr_and_optim": True}
-    trained(layout, tmp_path, given, cls=Trainer)
-    assert {one.role for one in canonical_digests(tmp_path / "checkpoint-3")} == {"model_state"}
-
-
 # In float32, and without optimizer states: tests/corruption/test_trainer_faults.py.
 @on_ranks(layout=bf16(SD2V2))
 def test_a_new_run_begins_with_the_weights_of_a_checkpoint(layout: MatrixLayout, tmp_path: Path) -> None:
