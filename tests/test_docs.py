@@ -25,7 +25,7 @@ ELSEWHERE = {
     "--role ema_state": "tests/trainer/test_ema.py::test_adapters_are_averaged_and_exported",
     "500 adapters": "tests/trainer/test_workflows.py::test_the_stock_command_line_trains_resumes_and_exports_adapters",
     "500 merged": "tests/trainer/test_workflows.py::test_the_stock_command_line_trains_resumes_and_exports_adapters",
-    "export FLEX merged": "tests/trainer/test_lora_export.py::test_adapters_are_merged_into_their_own_base_only",
+    "export FLEX merged": "tests/trainer/test_lora.py::test_adapters_are_merged_into_their_own_base_only",
     "convert PEFT": "tests/formats/test_adapters.py::test_adapters_of_peft_are_equal_after_a_flex_checkpoint_and_back",
     "tp=8,pp=4,sharding=8 --html": "tests/cli/test_plan_page.py::test_the_text_names_the_page",
     "MASTER_ADDR=10.0.0.1 MASTER_PORT=8080 paddleformers-cli": "tests/nodes/test_two_nodes.py::by_stock_command",
