@@ -307,7 +307,7 @@ def test_states_that_a_checkpoint_would_not_contain_or_not_replace_are_refused(t
 
 
 @on_ranks(1)
-def test_a_number_without_axes_is_saved_and_loaded_but_not_compared_or_exported(tmp_path: Path) -> None:
+def test_a_number_without_axes_is_saved_and_loaded_but_not_compared_exported_or_streamed(tmp_path: Path) -> None:
     model = paddle.nn.Linear(2, 3)
     model.scale = model.create_parameter([])
     for number, value in (("one", 1.0), ("two", 2.0)):
@@ -321,6 +321,10 @@ def test_a_number_without_axes_is_saved_and_loaded_but_not_compared_or_exported(
     with pytest.raises(OptionError, match="1 tensor without axes or elements"):
         one.export(tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+    with pytest.raises(OptionError, match="1 tensor of the model without axes"):
+        list(paddleformers_fc.stream(model))
+    ((name, weight),) = paddleformers_fc.stream(model, names=["weight"])
+    assert (name, weight.tolist()) == ("weight", model.weight.tolist())
     load(tmp_path / "one", model)
     assert float(model.scale) == 1.0
 

@@ -94,20 +94,10 @@ def test_a_run_resumes_every_stock_checkpoint_with_its_losses(
     assert (job.step, job.consumed_samples, job.branches[-1].step) == (6, 48, 3)
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "arguments", "named"),
-    [(TP2, PP2, {}, False), (SD2V2, SINGLE, {"save_sharded_model": True}, True)],
-    ids=["files of tensor-parallel ranks", "sharding_io"],
-)
 def test_files_of_ranks_without_a_configuration_are_read_under_that_of_the_live_model(
-    ranks: ForkServer,
-    tmp_path: Path,
-    source: MatrixLayout,
-    target: MatrixLayout,
-    arguments: dict[str, Any],
-    named: bool,
+    ranks: ForkServer, tmp_path: Path
 ) -> None:
-    stock, _ = train(ranks, source, tmp_path / "stock", False, **OF_RANKS, **arguments)
+    stock, _ = train(ranks, TP2, tmp_path / "stock", False, **OF_RANKS)
     shutil.rmtree(tmp_path / "stock/checkpoint-6")
     checkpoint = tmp_path / "stock/checkpoint-3"
     (checkpoint / "config.json").unlink()
@@ -117,8 +107,8 @@ def test_files_of_ranks_without_a_configuration_are_read_under_that_of_the_live_
     assert [(one.step, one.fault) for one in listed.checkpoints] == [(3, "")]
     assert checkpoint_to_resume({"resume_from_checkpoint": str(checkpoint)}, 1) == checkpoint
     assert newest_of_other_formats([checkpoint], ALONE) == (checkpoint, {})
-    found, _ = train(ranks, target, tmp_path / ("ours" if named else "stock"), True, checkpoint if named else True)
-    assert found == third_of(stock, source, target)
+    found, _ = train(ranks, PP2, tmp_path / "stock", True, True)
+    assert found == third_of(stock, TP2, PP2)
 
 
 def test_the_newest_stock_checkpoint_is_resumed_with_a_notice_and_a_converted_one_alike(

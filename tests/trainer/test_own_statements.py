@@ -123,15 +123,6 @@ def test_a_copy_of_a_declared_class_is_saved_resumed_verified_and_exported_as_th
     assert started[down] == exported[down].T.tobytes().hex()
 
 
-def test_statements_of_one_direction_are_inverted(ranks: ForkServer, tmp_path: Path) -> None:
-    losses = train(ranks, "forward alone", TP2, tmp_path / "saved")
-    checkpoint = tmp_path / "saved/checkpoint-3"
-    shapes = {one.name: one.shape for one in canonical_digests(checkpoint, roles=["model_state"])}
-    assert (shapes["blocks.3.gate"], shapes["blocks.3.k"]) == ((128, 64), (32, 64))
-    resumed = train(ranks, "forward alone", SINGLE, tmp_path / "resumed", checkpoint)
-    assert resumed == pytest.approx(losses[3:], abs=2e-6)
-
-
 @on_ranks(layout=SINGLE)
 def test_statements_are_logged_or_rejected_before_training(layout: MatrixLayout, tmp_path: Path) -> None:
     from paddleformers_fc import FlexTrainer

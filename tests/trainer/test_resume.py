@@ -70,15 +70,6 @@ def test_a_run_does_not_start_over_repairable_checkpoints(tmp_path: Path) -> Non
     succeed(2, work)
 
 
-def test_a_renamed_checkpoint_that_stops_a_run_is_listed_once(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 6).rename(tmp_path / "checkpoint-9")
-    with pytest.raises(NotACheckpoint) as caught:
-        newest_or_begin(Search(tmp_path, LocalChannel(), lambda _: None))
-    (line,) = caught.value.evidence
-    assert line.startswith("checkpoint-9 is damaged: ")
-    assert "6" in line
-
-
 def disks(root: Path, *names: str, step: int = 5) -> list[Path]:
     """The output directory of every rank, each with a checkpoint."""
     for name in {*names}:
