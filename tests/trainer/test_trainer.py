@@ -22,7 +22,7 @@ from paddleformers_fc.trainer import documents, save
 from paddleformers_fc.trainer.options import FlexFields, check_options
 from paddleformers_fc.trainer.session import SESSION
 from tests.harness import tiny
-from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import DP2, PP2, PP2SD2V2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.storage.serving import serving
 from tests.trainer.data_jobs import every_sample
@@ -382,8 +382,9 @@ def test_stage_three_trains_a_first_layer_whose_backward_pass_is_not_the_last(
     assert again["losses"] == whole["losses"][2:]
 
 
-def draw(layout: MatrixLayout, output_dir: Path, resume: Path | None) -> list[Any]:
-    """Train with numbers drawn in every pass, as dropout would; the numbers by epoch, and the warnings of a resume."""
+@on_ranks(layout=SINGLE)
+def test_random_generators_of_an_epochs_end_come_back_for_the_next_epoch(layout: MatrixLayout, tmp_path: Path) -> None:
+    """Numbers are drawn in every pass, as dropout would. Other ranks: test_other_formats.py."""
     import random
 
     import paddle
@@ -393,27 +394,14 @@ def draw(layout: MatrixLayout, output_dir: Path, resume: Path | None) -> list[An
         on_epoch_begin=lambda *_, **__: drawn.append([]),
         on_substep_end=lambda *_, **__: drawn[-1].append([random.random(), paddle.rand([1]).item()]),
     )
-    batch = {
-        "per_device_train_batch_size": tiny.GLOBAL_BATCH // layout.nproc,
-        "gradient_accumulation_steps": 3,
-    }
+    given = {"max_steps": 4, "save_strategy": "epoch", **FULL}
+    trained(layout, tmp_path / "once", given, callbacks=[drawing])
     with logged() as lines:
-        arguments = {"max_steps": 4, "save_strategy": "epoch", **batch}
-        trained(layout, output_dir, arguments, callbacks=[drawing], resume=resume)
-    return [drawn, sum("Random generators are not restored" in line for line in lines)]
-
-
-def test_random_generators_of_an_epochs_end_come_back_for_the_next_epoch(ranks: ForkServer, tmp_path: Path) -> None:
-    def run(name: str, layout: MatrixLayout, resume: Path | None) -> Any:
-        return run_on_ranks(ranks, layout.nproc, draw, layout=layout, output_dir=tmp_path / name, resume=resume)[0]
-
-    resume = tmp_path / "once" / "checkpoint-2"
-    whole, _ = run("once", SINGLE, None)
-    again, reported = run("again", SINGLE, resume)
-    assert [len(of_epoch) for of_epoch in again] == [2, 4]
-    assert (again[1], reported) == (whole[1], 0)
-    other, reported = run("two", DP2, resume)
-    assert ([len(of_epoch) for of_epoch in other], reported) == ([2, 4], 1)
+        trained(layout, tmp_path / "again", given, callbacks=[drawing], resume=tmp_path / "once/checkpoint-2")
+    _, second, begun, again = drawn
+    assert (len(begun), again) == (2, second)
+    assert len(again) == 4
+    assert not any("Random generators are not restored" in line for line in lines)
 
 
 def test_the_data_may_start_from_its_beginning(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
