@@ -210,33 +210,28 @@ WAYS: dict[str, Callable[[Path, Path], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("way", "trainer", "refused"),
+    ("way", "refused"),
     [
-        pytest.param("after_arguments", "FlexTrainer", "", marks=pytest.mark.chosen),
-        ("installed", "Trainer", ""),
-        ("filled_again", "Trainer", ""),
-        pytest.param("fresh_with_values", "FlexTrainer", "", marks=pytest.mark.chosen),
-        pytest.param("after_import", "FlexTrainer", "the model", marks=pytest.mark.chosen),
-        ("copied", "Trainer", "the model"),
-        ("part_of_another", "FlexTrainer", "wrapped"),
+        pytest.param("after_arguments", "", marks=pytest.mark.chosen),
+        ("installed", ""),
+        ("filled_again", ""),
+        pytest.param("fresh_with_values", "", marks=pytest.mark.chosen),
+        pytest.param("after_import", "the model", marks=pytest.mark.chosen),
+        ("copied", "the model"),
+        ("part_of_another", "wrapped"),
     ],
 )
 @on_ranks(1)
 def test_a_model_is_trained_unless_paddleformers_loader_alone_has_filled_it(
-    llama: Path, tmp_path: Path, way: str, trainer: str, refused: str
+    llama: Path, tmp_path: Path, way: str, refused: str
 ) -> None:
-    from paddleformers.trainer import Trainer
-
-    from paddleformers_fc import FlexTrainer, install
+    from paddleformers_fc import FlexTrainer
 
     def times() -> dict[str, int]:
         return {path.name: path.stat().st_mtime_ns for path in (source, *source.iterdir())}
 
     def train() -> list[float]:
-        if trainer == "Trainer":
-            install()
-        args = training_arguments(tmp_path / "out", max_steps=2)
-        made = tiny.trainer(model, args, cls=Trainer if trainer == "Trainer" else FlexTrainer)
+        made = tiny.trainer(model, training_arguments(tmp_path / "out", max_steps=2), cls=FlexTrainer)
         made.train()
         return list(made.losses)
 
