@@ -276,12 +276,10 @@ def test_killed_ranks_lose_no_checkpoint(patient_ranks: ForkServer, tmp_path: Pa
     assert sorted(path.name for path in local(tmp_path).glob("checkpoint-*"))[-1] == "checkpoint-5"
 
 
-def on_local_disks(
-    ranks: ForkServer, directory: Path, numbers: tuple[int, int], job_name: str = "run", **given: Any
-) -> JobResult:
+def on_local_disks(ranks: ForkServer, directory: Path, numbers: tuple[int, int], **given: Any) -> JobResult:
     """A run whose ranks share ``output_dir``, and have local disks of these numbers."""
     tier = {**SIX, "flex_local_dir": "local", "output_dir": directory / "out", **given}
-    return run_on_disks(ranks, job_name, DP2, disks(directory, *numbers), **tier)
+    return run_on_disks(ranks, "run", DP2, disks(directory, *numbers), **tier)
 
 
 def test_a_run_resumes_wherever_its_local_disks_come_back(ranks: ForkServer, tmp_path: Path, whole: Saved) -> None:
