@@ -324,9 +324,10 @@ def test_a_run_resumes_in_its_epoch_and_saves_what_it_would_have(
 @pytest.mark.parametrize(
     ("layout", "moment"),
     [
-        *((layout, "between passes") for layout in (SINGLE, PP2, SD2S2, SD2S3)),
+        *((layout, "between passes") for layout in (SINGLE, PP2, SD2S2)),
         # A pass that fails forward leaves a parameter gathered, one that fails backward has prefetched another.
-        *(pytest.param(SD2S3, moment, marks=pytest.mark.chosen) for moment in ("forward", "backward")),
+        pytest.param(SD2S3, "forward", marks=pytest.mark.chosen),
+        (SD2S3, "backward"),
     ],
     ids=lambda one: one.name if isinstance(one, MatrixLayout) else one,
 )
