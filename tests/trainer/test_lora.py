@@ -203,7 +203,6 @@ def test_the_files_of_a_base_identify_it_unless_they_do_not_contain_it(ranks: Fo
 @on_ranks(layout=SINGLE)
 def test_adapters_that_upstream_cannot_describe_are_refused_by_name(tmp_path: Path) -> None:
     import paddle
-    from paddleformers.peft import LoRAModel
     from paddleformers.peft.lora.lora_layers import LoRAConv2D, LoRAMoeExperts
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
@@ -215,30 +214,29 @@ def test_adapters_that_upstream_cannot_describe_are_refused_by_name(tmp_path: Pa
             tiny.trainer(model, args, cls=FlexTrainer)
         return caught.value.render()
 
-    changes: list[tuple[dict[str, Any], Callable[[Any], object], str]] = [
-        ({"loraga": True}, id, "loraga: PaddleFormers changes the base"),
-        ({"do_qat": True}, id, "do_qat: the quantization scales"),
-        ({}, LoRAModel.merge, "is merged into its base; call unmerge()"),
-        ({}, lambda model: setattr(model, "quantized", True), "a quantized base"),
-        ({"target_modules": None}, id, "no tensor of the model is trained"),
-    ]
-    for given, change, text in changes:
-        model = tiny.adapted(tiny.build("llama", SINGLE, args), **given)
-        change(model)
-        assert text in refused(model)
-
     class UnknownAdapter(paddle.nn.Layer):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.lora_A = self.create_parameter([4, 2])
 
-    for layer, kind in ((paddle.nn.Conv2D(2, 2, 3), LoRAConv2D), (paddle.nn.Linear(4, 4), UnknownAdapter)):
-        model = tiny.build("llama", SINGLE, args)
-        model.added = layer
-        adapted = tiny.adapted(model, target_modules=["added"])
-        if kind is UnknownAdapter:
-            adapted.model.added = UnknownAdapter()
-        assert f"{kind.__name__} (added): " in refused(adapted)
+    model = tiny.build("llama", SINGLE, args)
+    model.convolution, model.other = paddle.nn.Conv2D(2, 2, 3), paddle.nn.Linear(4, 4)
+    adapted = tiny.adapted(model, target_modules=[".*down_proj", "convolution", "other"])
+    adapted.model.other = UnknownAdapter()
+    adapted.model.model.layers[1].mlp.down_proj.merge()
+    adapted.quantized = adapted.lora_config.loraga = adapted.lora_config.do_qat = True
+    text = refused(adapted)
+    for fault in (
+        "loraga: PaddleFormers changes the base",
+        "do_qat: the quantization scales",
+        "a quantized base",
+        "model.layers.1.mlp.down_proj is merged into its base; call unmerge()",
+        "LoRAConv2D (convolution): ",
+        "UnknownAdapter (other): unknown class of adapters",
+    ):
+        assert fault in text
+    untrained = tiny.adapted(tiny.build("llama", SINGLE, args), target_modules=None)
+    assert "no tensor of the model is trained" in refused(untrained)
     # If PaddleFormers describes the shards of others, declare them in a family and remove the refusal.
     unsupported = (LoRAConv2D, LoRAMoeExperts)
     assert all(kind.sharded_state_dict is paddle.nn.Layer.sharded_state_dict for kind in unsupported)
