@@ -220,7 +220,7 @@ def test_every_local_shard_is_loaded_from_hybrid_parallelism_and_saved(
 
 
 @on_ranks(2)
-def test_a_state_dict_that_cannot_be_placed_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_state_dict_is_loaded_by_name_under_other_placements_or_refused_with_the_reason(tmp_path: Path) -> None:
     import paddle
     import paddle.distributed as dist
 
@@ -228,7 +228,8 @@ def test_a_state_dict_that_cannot_be_placed_is_refused_with_the_reason(tmp_path:
     mesh = dist.ProcessMesh([0, 1])
     part = dist.auto_parallel.api.dtensor_from_local(paddle.ones([2, 4]), mesh, [dist.Partial()])
     cut = dist.shard_tensor(paddle.ones([8, 4]), mesh, [dist.Shard(0, split_factor=2)])
-    good = dist.shard_tensor(paddle.ones([8, 4]), mesh, [dist.Shard(0)])
+    values = paddle.arange(32, dtype="float32").reshape([8, 4])
+    good = dist.shard_tensor(values, mesh, [dist.Shard(0)])
     local = paddle.ones([2, 2])
     local.is_distributed = True
     orphan = "linear_0.w_0.dist_moment1_0"
@@ -245,6 +246,11 @@ def test_a_state_dict_that_cannot_be_placed_is_refused_with_the_reason(tmp_path:
             paddleformers_fc.save(state_dict, tmp_path / "checkpoint-1")
         assert all(text in refused.value.render() for text in texts), refused.value.render()
     assert not (tmp_path / "checkpoint-1").exists()
+    paddleformers_fc.save({"model": {"w": good}}, tmp_path / "checkpoint-2", step=2)
+    other = dist.shard_tensor(paddle.zeros([8, 4]), mesh, [dist.Shard(1)])
+    assert not paddleformers_fc.load({"w": other}, tmp_path / "checkpoint-2").fresh
+    mine = slice(2) if dist.get_rank() == 0 else slice(2, 4)
+    assert (other._local_value().numpy() == values.numpy()[:, mine]).all()
 
 
 # ---- Losses.
