@@ -79,9 +79,9 @@ CHOICES = {
 }
 
 
-SOME = ["amsgrad", "custom-low", "mini", "lamb"]
-"""Between them: a state that others lack, 16-bit moments, a number per shard, a registered optimizer."""
-OTHERS = ["adamw", "amsgrad-half", "low", "custom", "sgd", "momentum"]
+SOME = ["custom-low", "mini", "lamb"]
+"""Between them: 16-bit moments, a number per shard, a registered optimizer."""
+OTHERS = ["adamw", "amsgrad", "amsgrad-half", "low", "custom", "sgd", "momentum"]
 SCRIPT_ONLY = "mini-script"
 """PaddleFormers refuses ``optim: adamw_mini`` with tensor parallelism; a script can train it."""
 
