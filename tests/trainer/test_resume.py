@@ -35,6 +35,17 @@ from tests.execute.simulated import ThreadChannel, job, succeed
 from tests.trainer.test_rotation import WEIGHTS, make_checkpoint
 
 
+@pytest.mark.parametrize("what", ["", "config.json", "flex_checkpoint.json"])
+def test_a_symlink_loop_is_skipped_with_a_warning_that_names_the_step(tmp_path: Path, what: str) -> None:
+    make_checkpoint(tmp_path, 2)
+    circle = make_checkpoint(tmp_path, 4) / what
+    circle.rename(tmp_path / "elsewhere")
+    circle.symlink_to(circle)
+    found, passed_over = find_newest(tmp_path, LocalChannel())
+    assert found == tmp_path / "checkpoint-2"
+    assert [path for path, _ in passed_over] == [tmp_path / "checkpoint-4"]
+
+
 def test_a_run_starts_from_the_beginning_where_nothing_was_saved_and_resumes_where_something_was(
     tmp_path: Path,
 ) -> None:
@@ -68,6 +79,15 @@ def test_a_run_does_not_start_over_repairable_checkpoints(tmp_path: Path) -> Non
         assert "overwrite_output_dir" in error.next_step
     (tmp_path / "elsewhere").rename(config)
     succeed(2, work)
+
+
+def test_a_renamed_checkpoint_that_stops_a_run_is_listed_once(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 6).rename(tmp_path / "checkpoint-9")
+    with pytest.raises(NotACheckpoint) as caught:
+        newest_or_begin(Search(tmp_path, LocalChannel(), lambda _: None))
+    (line,) = caught.value.evidence
+    assert line.startswith("checkpoint-9 is damaged: ")
+    assert "6" in line
 
 
 def disks(root: Path, *names: str, step: int = 5) -> list[Path]:
