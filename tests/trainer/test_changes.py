@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks
 from tests.harness.tiny import DP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.trainer.jobs import frozen_trainer, logged, refused, trained
+from tests.trainer.test_trainer import JOBS, bf16, settings
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
@@ -167,13 +167,12 @@ def test_the_option_is_a_list_of_keys(value: Any) -> None:
 
 # ---- Another precision.
 
-JOBS = "tests.trainer.jobs"
-HALF = replace(SINGLE, name="single-bf16", bf16=True)
+HALF = bf16(SINGLE)
 
 
 def given(layout: MatrixLayout, output_dir: Path, resume: Path | None = None, **arguments: Any) -> dict[str, Any]:
-    settings = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": {"max_steps": 2, **arguments}}
-    return settings if resume is None else {**settings, "resume": str(resume)}
+    """The keyword arguments of a job of two steps."""
+    return settings(layout, output_dir, resume, max_steps=2, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -196,12 +195,11 @@ def same(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
 def test_a_bfloat16_run_fills_master_weights_and_rounds_as_paddle(
     ranks: ForkServer, full: Path, tmp_path: Path
 ) -> None:
-    layout = replace(SD2V2, name="sd2v2-bf16", bf16=True)
-    for found in ranks.run(f"{JOBS}:refused", 2, given(layout, tmp_path / "refused", full)).values:
+    for found in ranks.run(f"{JOBS}:refused", 2, given(bf16(SD2V2), tmp_path / "refused", full)).values:
         assert (found["error"], found["changed"]) == ("MismatchError", False)
         assert "set flex_allow_casts: true" in found["text"]
     result = ranks.run(
-        f"{JOBS}:resume_and_save_again", 2, given(layout, tmp_path / "half", full, flex_allow_casts=True)
+        f"{JOBS}:resume_and_save_again", 2, given(bf16(SD2V2), tmp_path / "half", full, flex_allow_casts=True)
     )
     before, after = tensors(full), tensors(tmp_path / "half" / "checkpoint-2")
     weights = {name: one for (role, name), one in before.items() if role == "model_state"}

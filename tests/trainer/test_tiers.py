@@ -341,9 +341,8 @@ def run_on_disks(
     """A job on ranks that each start in a place; its result."""
     for place in places:
         place.mkdir(parents=True, exist_ok=True)
-    settings = {"layout": layout.to_json(), "output_dir": str(output_dir), "places": list(map(str, places))}
-    resumed = {} if resume is None else {"resume": resume}
-    return ranks.run(f"{DISK_JOBS}:{job}", layout.nproc, {**settings, **resumed, "arguments": given})
+    placed = {**settings(layout, Path(output_dir), resume, **given), "places": list(map(str, places))}
+    return ranks.run(f"{DISK_JOBS}:{job}", layout.nproc, placed)
 
 
 def disks(directory: Path, *numbers: int) -> list[Path]:

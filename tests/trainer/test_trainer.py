@@ -81,7 +81,7 @@ def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def settings(
-    layout: MatrixLayout, output_dir: Path, resume: Path | bool | None = None, **arguments: Any
+    layout: MatrixLayout, output_dir: Path, resume: Path | str | bool | None = None, **arguments: Any
 ) -> dict[str, Any]:
     """The keyword arguments of a job."""
     given: dict[str, Any] = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": arguments}
