@@ -23,9 +23,7 @@ CODE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ .*$", re.MULTILINE)
 ELSEWHERE = {
     "--role ema_state": "tests/trainer/test_ema.py::test_adapters_are_averaged_and_exported",
-    "500 adapters": "tests/trainer/test_workflows.py::test_the_stock_command_line_trains_resumes_and_exports_adapters",
-    "500 merged": "tests/trainer/test_workflows.py::test_the_stock_command_line_trains_resumes_and_exports_adapters",
-    "export FLEX merged": "tests/trainer/test_lora_export.py::test_adapters_are_merged_into_their_own_base_only",
+    "export FLEX merged": "tests/trainer/test_lora.py::test_adapters_are_merged_into_their_own_base_only",
     "convert PEFT": "tests/formats/test_adapters.py::test_adapters_of_peft_are_equal_after_a_flex_checkpoint_and_back",
     "tp=8,pp=4,sharding=8 --html": "tests/cli/test_plan_page.py::test_the_text_names_the_page",
     "MASTER_ADDR=10.0.0.1 MASTER_PORT=8080 paddleformers-cli": "tests/nodes/test_two_nodes.py::by_stock_command",
@@ -36,6 +34,10 @@ ELSEWHERE = {
     "recipes/stream_weights.py": "tests/trainer/test_stream.py::test_another_process_computes_the_same_logits",
     "paddle.distributed.launch --master": "tests/nodes/test_two_nodes.py::by_launch",
     "pkill": "tests/trainer/test_save_on_signal.py::test_ranks_of_paddles_launcher_save_when_it_is_ended",
+    **dict.fromkeys(
+        ("500 adapters", "500 merged"),
+        "tests/trainer/test_entry_points.py::test_the_stock_command_line_trains_resumes_and_exports_adapters",
+    ),
     **dict.fromkeys(
         ("#SBATCH", "& pid=$!", "trap ", "wait "),
         "tests/cli/test_train.py::test_the_lines_for_slurm_save_on_its_signal_and_queue_the_job_again",

@@ -61,25 +61,13 @@ def _configured(source: Mapping[str, Any], kept: bool, changed: Mapping[str, Any
     return model
 
 
-def describe_plain(model_type: str, values: Mapping[str, Any]) -> list[Any]:
-    """The description and the tensors of a real model of PaddleFormers' own class, where PaddleFleet has one as well.
+def plain_model(model_type: str, values: Mapping[str, Any]) -> Any:
+    """A real model of PaddleFormers' own class, where PaddleFleet has one as well.
 
     Args:
         model_type: the family.
         values: arguments of the configuration class.
     """
-    from paddleformers_fc.layout.live import describe_roles
-    from paddleformers_fc.trainer.description import describe_model
-
-    model = plain_model(model_type, values)
-    described = describe_model(model)
-    shards = describe_roles({"model_state": model.sharded_state_dict()})["model_state"]
-    tensors = {name: [list(shard.global_shape), shard.dtype] for name, shard in shards.items()}
-    return [{"config": described.config, "is_fleet": described.is_fleet}, tensors]
-
-
-def plain_model(model_type: str, values: Mapping[str, Any]) -> Any:
-    """A real model of PaddleFormers' own class; the arguments are those of :func:`describe_plain`."""
     from tests.harness import fleet_stub, tiny
 
     fleet_stub.install()

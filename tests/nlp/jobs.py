@@ -112,18 +112,25 @@ def train(
     settings: Mapping[str, Any] | None = None,
     model: Mapping[str, Any] | None = None,
     export: str | None = None,
+    is_installed: bool = False,
 ) -> dict[str, Any]:
     """Train, and export at the end if asked to, also as PaddleNLP does.
 
+    Args:
+        is_installed: train with PaddleNLP's own Trainer after ``install``.
+
     Returns:
-        the losses of the steps, and the names of the checkpoints.
+        the losses of the steps and of evaluations, and the names of the checkpoints.
     """
-    from paddlenlp.trainer import TrainerCallback
+    from paddlenlp.trainer import Trainer, TrainerCallback
 
-    from paddleformers_fc.nlp import FlexTrainer
+    from paddleformers_fc.nlp import FlexTrainer, install
 
+    if is_installed:
+        install()
     laid_out = layout_from(layout)
     losses: list[float] = []
+    evaluated: list[float] = []
 
     class Remember(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -134,36 +141,19 @@ def train(
             if logs and "loss" in logs:
                 losses.append(float(logs["loss"]))
 
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+            evaluated.append(float(metrics["eval_loss"]))
+
     args = arguments(laid_out, output_dir, **(settings or {}))
     built = build(model_type, laid_out, args, **(model or {}))
-    trainer = FlexTrainer(
-        model=built, args=args, train_dataset=tiny.Samples(), data_collator=tiny.collate, callbacks=[Remember()]
-    )
+    given = {"train_dataset": tiny.Samples(), "eval_dataset": tiny.Samples(), "data_collator": tiny.collate}
+    trainer = (Trainer if is_installed else FlexTrainer)(model=built, args=args, callbacks=[Remember()], **given)
     trainer.train(resume_from_checkpoint=resume)
     if export is not None:
         trainer.save_model(export)
         _export_of_paddlenlp(built, f"{export}-paddlenlp")
     saved = sorted(path.name for path in Path(output_dir).glob("checkpoint-*"))
-    return {"losses": losses, "saved": saved}
-
-
-def evaluated(layout: Mapping[str, Any], output_dir: str, settings: Mapping[str, Any]) -> list[float]:
-    """Train with an evaluation after every step; the losses of the evaluations."""
-    from paddlenlp.trainer import TrainerCallback
-
-    from paddleformers_fc.nlp import FlexTrainer
-
-    laid_out = layout_from(layout)
-    losses: list[float] = []
-
-    class Remember(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-            losses.append(float(metrics["eval_loss"]))
-
-    args = arguments(laid_out, output_dir, evaluation_strategy="steps", eval_steps=1, do_eval=True, **settings)
-    given = {"train_dataset": tiny.Samples(), "eval_dataset": tiny.Samples(), "data_collator": tiny.collate}
-    FlexTrainer(model=build("llama", laid_out, args), args=args, callbacks=[Remember()], **given).train()
-    return losses
+    return {"losses": losses, "evaluated": evaluated, "saved": saved}
 
 
 def from_open_weights(directory: str, layout: Mapping[str, Any], output_dir: str) -> None:
@@ -241,21 +231,6 @@ def _error(work: Any) -> str:
     except FlexError as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def installed(output_dir: str) -> list[str]:
-    """Train PaddleNLP's own Trainer after ``install``; the names in its first checkpoint."""
-    from paddlenlp.trainer import Trainer
-
-    from paddleformers_fc.nlp import install
-
-    install()
-    single = MatrixLayout("single")
-    args = arguments(single, output_dir, max_steps=1, save_steps=1)
-    Trainer(
-        model=build("llama", single, args), args=args, train_dataset=tiny.Samples(), data_collator=tiny.collate
-    ).train()
-    return sorted(path.name for path in (Path(output_dir) / "checkpoint-1").iterdir())
 
 
 def hooks() -> list[str]:

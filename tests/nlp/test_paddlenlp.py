@@ -16,6 +16,7 @@ import pytest
 
 import paddleformers_fc
 from tests.harness.limits import LIMIT
+from tests.harness.tiny import DP2, PP2, SD2V1, SD2V2, SINGLE, TP2, TP2PP2
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 from verification.matrix.layouts import MatrixLayout
@@ -30,14 +31,7 @@ PRELOAD = (
     "paddleformers_fc.trainer.nlp_arguments",
     "tests.harness.limits:be_patient",
 )
-SINGLE = MatrixLayout("single")
-DP2 = MatrixLayout("dp2", nproc=2)
-TP2 = MatrixLayout("tp2", nproc=2, tp=2)
-PP2 = MatrixLayout("pp2", nproc=2, pp=2)
-SD2V1 = MatrixLayout("sd2v1", nproc=2, sharding=2)
-SD2V2 = MatrixLayout("sd2v2", nproc=2, sharding=2, split_param=True)
 BF16 = replace(SD2V2, name="bf16", bf16=True)
-TP2PP2 = MatrixLayout("tp2pp2", nproc=4, tp=2, pp=2)
 
 FUSED = {"fuse_attention_qkv": True, "fuse_attention_ffn": True}
 TIED = {"tie_word_embeddings": True}
@@ -236,8 +230,9 @@ def test_averages_are_saved_blocking_and_asynchronously_and_loaded_under_another
 
 def test_an_evaluation_has_the_averaged_weights(ranks: ForkServer, tmp_path: Path) -> None:
     def losses(**settings: Any) -> list[float]:
-        job = {"layout": SD2V2.to_json(), "output_dir": str(tmp_path), "settings": {"max_steps": 2, **settings}}
-        return list(ranks.run(f"{JOBS}:evaluated", 2, job).values[0])
+        given = {"max_steps": 2, "evaluation_strategy": "steps", "eval_steps": 1, "do_eval": True, **settings}
+        job = {"model_type": "llama", "layout": SD2V2.to_json(), "output_dir": str(tmp_path), "settings": given}
+        return list(ranks.run(f"{JOBS}:train", 2, job).values[0]["evaluated"])
 
     plain, averaged = losses(), losses(flex_ema_decay=0.9, flex_ema_evaluate=True)
     assert plain[0] == averaged[0], "the first update is a copy"
@@ -269,8 +264,9 @@ def test_unsupported_options_are_rejected_by_name(ranks: ForkServer, tmp_path: P
 
 
 def test_install_is_enough_for_the_trainer_of_paddlenlp(ranks: ForkServer, tmp_path: Path) -> None:
-    (names,) = ranks.run(f"{JOBS}:installed", 1, {"output_dir": str(tmp_path)}).values
-    assert "flex_checkpoint.json" in names
+    job = {"model_type": "llama", "layout": SINGLE.to_json(), "settings": {"max_steps": 1, "save_steps": 1}}
+    ranks.run(f"{JOBS}:train", 1, {**job, "output_dir": str(tmp_path), "is_installed": True})
+    assert (tmp_path / "checkpoint-1/flex_checkpoint.json").is_file()
 
 
 def test_the_installed_paddlenlp_is_the_one_of_the_table_of_hooks(ranks: ForkServer) -> None:

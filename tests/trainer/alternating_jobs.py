@@ -11,7 +11,6 @@ from paddleformers_fc.upstream import LIBRARY
 from tests.harness import tiny
 
 SIZES = {"vocab_size": tiny.VOCABULARY, "hidden_size": 8, "moe_intermediate_size": 6, "num_experts": 3}
-KEYS: dict[str, Any] = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "architectures": ["Qwen3MoeForCausalLM"]}
 STACK = "model.layers.0.mlp.grouped_gemm_experts.weight1"
 
 

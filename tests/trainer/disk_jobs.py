@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -89,14 +88,3 @@ def draw_after_resume(places: list[str], resume: str | None = None, **settings: 
     jobs.trained(resume=resume, **settings)
     drawn: list[float] = paddle.rand([2]).tolist()
     return drawn
-
-
-def run_and_lose_a_disk(places: list[str], **settings: Any) -> None:
-    """Train; the second rank's local tier is removed after the fourth step."""
-
-    def lose(args: Any, state: Any, *_: Any, **__: Any) -> None:
-        if state.global_step == 4 and args.process_index == 1:
-            shutil.rmtree("local")
-
-    go_to(places)
-    jobs.trained(**settings, callbacks=[jobs.callback(on_step_begin=lose)])

@@ -1,4 +1,4 @@
-"""Open weights of live models, written and read: jobs of the fork server."""
+"""Open weights of tiny models, written and read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import tiny
+from verification.forkserver import ForkServer
 
 
 def configured(layout: tiny.MatrixLayout | Mapping[str, Any], args: Any, source: Path | str, **changed: Any) -> Any:
@@ -51,3 +52,15 @@ def export_initial(
     """Export a tiny model with the weights it begins with."""
     args = tiny.training_arguments(layout, output_dir)
     export_weights(tiny.build(model_type, layout, args, **model), target)
+
+
+def weights_of(ranks: ForkServer, directory: Path, model_type: str, model: dict[str, Any]) -> Path:
+    """The export of a tiny model with its initial weights."""
+    run = {
+        "layout": tiny.SINGLE.to_json(),
+        "output_dir": str(directory / "run"),
+        "model_type": model_type,
+        "model": model,
+    }
+    ranks.run(f"{__name__}:export_initial", 1, {**run, "target": str(directory / "weights")})
+    return directory / "weights"

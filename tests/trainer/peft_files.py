@@ -10,7 +10,7 @@ from pathlib import Path
 
 import paddleformers_fc
 from tests.harness.tiny import SINGLE
-from tests.trainer.test_pretrained import weights_of
+from tests.trainer.export_jobs import weights_of
 from verification.forkserver import ForkServer
 
 

@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.families import Family, ModelDescription, ModelTensor, bind, enumerate_tensors, own_families
+from paddleformers_fc.families import Family, ModelTensor, bind, enumerate_tensors, own_families
 from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.names import family_keys
 from paddleformers_fc.families.sizes import value_at
-from paddleformers_fc.mapping import prove
 from paddleformers_fc.trainer import documents
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import model_config
 from tests.families.jobs import config_class
 from tests.families.spaces import BY_NAME, model_of, settings
-from verification.forkserver import ForkServer
 
 FLEET_ONLY = ("kimi_k2", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "deepseek_v4", "qwen3_5", "qwen3_5_moe")
 NAMES = [family.name for family in own_families()]
@@ -130,27 +128,6 @@ def test_every_canonical_layer_is_bound_behind_the_empty_ones_that_a_class_of_pa
             assert sources[f"model.layers.{3 + shift}.enorm.weight"] == ("model.layers.3.enorm.weight",)
 
 
-@pytest.mark.parametrize("name", ["minimax_m2", "glm4_moe", "qwen2_moe", "qwen3_moe", "kimi_k2"])
-@pytest.mark.parametrize(
-    ("switches", "turned"),
-    [({"moe_expert_fusion": True}, True), ({"moe_expert_fusion": True, "using_sonic_moe": True}, False)],
-)
-def test_fused_experts_are_transposed_by_the_live_configuration_though_they_are_square(
-    name: str, switches: dict[str, bool], turned: bool
-) -> None:
-    # MiniMax M2 at its own sizes, and the others with as many numbers on both axes of an expert's first layer.
-    square = {} if name == "minimax_m2" else tiny_values(name, hidden_size=32, moe_intermediate_size=16)
-    small = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []}
-    counts = {"n_routed_experts": 4, "num_experts": 4, "num_empty_layers_add_in_head": 0}
-    config = config_of(name, **{**square, **small, **counts, **switches})
-    described = describe_model(live(config, is_fleet=True))
-    hidden, width = config.hidden_size, 2 * config.moe_intermediate_size
-    assert hidden == width
-    stack = ModelTensor("model.layers.0.mlp.grouped_gemm_experts.weight1", (4 * hidden, width), "float32", (1, 1))
-    for rule in bind(BY_NAME[name], described, [stack]).rules:
-        assert (rule.axes == (1, 0)) is turned
-
-
 def test_the_class_of_a_model_is_that_of_the_model_where_no_shape_shows_it() -> None:
     router = ModelTensor("model.layers.0.mlp.gate.weight", (16, 16), "float32", (1, 1))
     values = tiny_values("qwen2_moe", hidden_size=16, num_experts=16)
@@ -204,20 +181,3 @@ def test_config_json_of_a_save_agrees_with_the_stored_model_description(name: st
         if name == "glm_ocr":  # Whose class never ties.
             parts = (written, written["text_config"])
             assert {one["tie_word_embeddings"] for one in parts if "tie_word_embeddings" in one} == {False}
-
-
-@pytest.mark.parametrize(
-    "name", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", *VISION]
-)
-def test_a_family_lists_the_tensors_of_the_class_that_paddleformers_builds_itself(ranks: ForkServer, name: str) -> None:
-    job = {"model_type": name, "values": plain_values(name)}
-    ((description, tensors),) = ranks.run("tests.families.jobs:describe_plain", 1, job).values
-    described = ModelDescription(**description)
-    assert described.is_fleet is False
-    held = {key: (tuple(shape), dtype) for key, (shape, dtype) in tensors.items()}
-    declared = {one.name: (one.shape, one.dtype) for one in enumerate_tensors(BY_NAME[name], described)}
-    assert declared == held
-    model = [ModelTensor(key, shape, dtype, (1,) * len(shape)) for key, (shape, dtype) in held.items()]
-    rules = bind(BY_NAME[name], described, model)
-    prove(rules.mapping())
-    prove(rules.mapping().reversed())

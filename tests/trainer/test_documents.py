@@ -1,22 +1,30 @@
-"""States of schedulers and scalers, before anything is set to them; files of tokenizers that change between saves."""
+"""Files of the Trainer: states as JSON, states of schedulers and scalers, files of tokenizers, records of ranks."""
 
 from __future__ import annotations
 
 import json
+import pprint
+import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from paddleformers_fc.errors import FormatError, MismatchError
 from paddleformers_fc.formats.registry import open_checkpoint
+from paddleformers_fc.storage.state_json import decode_object, encode, readable
 from paddleformers_fc.trainer.documents import TokenizerFiles, check_alike, read_progress, tokenizer_files
+from paddleformers_fc.trainer.rank_records import RECORDS, read_records, update_record
 from tests.cli.support import save
 from tests.execute.simulated import canonical
+from tests.harness.sampling import thorough
 
 CURRENT: dict[str, Any] = {"last_epoch": 3, "last_lr": 0.1, "use_dynamic_loss_scaling": True}
 IMPOSSIBLE = (-2, -65_536, 1 << 53, int("9" * 300), float("nan"), float("inf"))
@@ -120,3 +128,102 @@ def test_files_of_a_processor_name_the_classes_of_those_that_it_was_loaded_from(
     again = AutoProcessor.from_pretrained(str(tmp_path))
     trainer = SimpleNamespace(args=trainer.args, tokenizer=again.tokenizer, processing_class=again)
     assert tokenizer_files(trainer) == files
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text().filter(lambda key: not key.startswith("__")), inner)
+    ),
+    max_leaves=20,
+)
+
+
+def text(value: Any) -> str:
+    """All of a value, with the kinds and signs of its numbers, and keys in order."""
+    return pprint.pformat(value)
+
+
+@thorough(100)
+@given(VALUES)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    assert text(decode_object(encode({"value": value}, "x"), "x")["value"]) == text(value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "uint32", "int64", "bool", "float16"])
+def test_an_array_comes_back_bit_for_bit(dtype: str) -> None:
+    array = np.random.default_rng(0).integers(0, 255, size=(3, 16), dtype=np.uint8).view(dtype)
+    back = decode_object(encode({"a": array}, "x"), "x")["a"]
+    assert back.dtype == array.dtype
+    assert back.shape == array.shape
+    np.testing.assert_array_equal(back, array)
+
+
+def test_numbers_of_numpy_become_plain_numbers_and_an_ordered_dict_a_dict() -> None:
+    value = OrderedDict(b=[np.float32(0.1), np.int64(7), np.bool_(True)], a=2)
+    assert text(decode_object(encode(value, "x"), "x")) == text({"a": 2, "b": [float(np.float32(0.1)), 7, True]})
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"a": {"b": [1, object()]}}, "state.a.b[1]"),
+        ({"a": ("x", {1, 2})}, "state.a[1]"),
+        ({"a": {3: "x"}}, "state.a"),
+        ({"a": b"raw"}, "state.a"),
+        ({"a": np.array(["text"])}, "state.a"),
+        ({"a": {"__array__": 1}}, "state.a"),
+    ],
+)
+def test_a_value_that_json_cannot_hold_is_rejected_with_its_path(value: Any, place: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        encode(value, "state")
+    assert caught.value.where == place
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"\x80\x04K\x01.",
+        b'{"__array__": "x", "values": [], "shape": []}',
+        b'{"__array__": "<U9", "values": ["1"], "shape": [1]}',
+        b'{"__array__": "<f8", "values": [1, 2], "shape": [3]}',
+        b'{"__array__": "<f8", "values": [1, 2], "shape": [-1]}',
+        b'{"__array__": "<f8", "values": [1], "shape": [1], "more": 1}',
+        b'{"__tuple__": {}}',
+        b'{"__tuple__": [], "more": 1}',
+    ],
+)
+def test_a_damaged_document_is_named(raw: bytes) -> None:
+    for document in (b'{"value": ' + raw + b"}", b"[1]"):
+        with pytest.raises(FormatError) as caught:
+            decode_object(document, "checkpoint-3/trainer/state.json")
+        assert caught.value.where == "checkpoint-3/trainer/state.json"
+
+
+def test_a_description_is_json_whatever_it_describes() -> None:
+    described = readable({1: {"a"}, "b": [np.float32(2), object(), None]})
+    assert json.loads(json.dumps(described))["b"][0] == 2.0
+    assert described["1"] == ["a"]
+
+
+def test_a_rank_record_lost_to_a_full_disk_is_rewritten_completely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "records"
+    directory.mkdir()
+    monkeypatch.setenv(RECORDS, str(directory))
+    update_record(process=7)
+    (path,) = directory.iterdir()
+    path.write_bytes(b"")
+    assert [record.process for record in read_records(directory)] == [None]
+    update_record(step=3)
+    assert [(record.process, record.step) for record in read_records(directory)] == [(7, 3)]
+    shutil.rmtree(directory)
+    update_record(step=4)
+    assert [(record.process, record.step) for record in read_records(directory)] == [(7, 4)]

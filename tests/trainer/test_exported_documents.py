@@ -11,7 +11,7 @@ import pytest
 from paddleformers_fc.execute.export import export_checkpoint
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks, run_on_ranks
-from tests.trainer.test_pretrained import weights_of
+from tests.trainer.export_jobs import weights_of
 from verification.forkserver import ForkServer
 
 # Greedy search with settings of sampling: PaddleFormers warns about it, and does not write such settings.
@@ -67,17 +67,13 @@ def run_and_export(
     model_type: str,
     model: dict[str, Any],
     source: Path | None = None,
-    generation: dict[str, Any] | None = None,
 ) -> None:
     """Train from open weights, or resume the newest checkpoint, and export in both ways of a live model.
 
     Args:
         steps: how many; the last one is saved.
         source: open weights to start from.
-        generation: generation settings that a user gives the model before training.
     """
-    from paddleformers.generation import GenerationConfig
-
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments, load_open_weights
 
     settings = {"max_steps": steps, "save_steps": steps, "flex_checkpoint": True, "cls": FlexTrainingArguments}
@@ -85,8 +81,6 @@ def run_and_export(
     built = tiny.build(model_type, layout, args, **model)
     if source is not None and steps == 1:
         load_open_weights(built, source)
-    if generation is not None:
-        built.generation_config = GenerationConfig(**generation)
     trainer = tiny.trainer(built, args, cls=FlexTrainer)
     trainer.train(resume_from_checkpoint=True if steps > 1 else None)
     trainer.save_model(f"{directory}/step-{steps}/save_model")
@@ -126,22 +120,6 @@ def test_every_export_has_the_generation_settings_and_the_keys_of_its_source(
         scaling = {key: value for key, value in ROTARY.items() if key != "rope_theta"}
         assert values.get("rope_scaling") == (scaling if model_type == "llama" else None)
     assert len(set(texts.values())) == 1
-
-
-def test_generation_settings_that_a_user_gives_a_model_take_precedence(ranks: ForkServer, tmp_path: Path) -> None:
-    source, config = source_of(ranks, tmp_path, "llama")
-    job = {"model_type": "llama", "model": live(config), "source": source, "generation": {"max_new_tokens": 5}}
-    for way, path in exports(ranks, tmp_path / "user", tiny.SINGLE, **job).items():
-        assert json.loads((path / "generation_config.json").read_text())["max_new_tokens"] == 5, way
-
-
-def test_a_model_without_a_source_exports_what_it_is(ranks: ForkServer, tmp_path: Path) -> None:
-    model = {"moe_use_aux_free": False, "num_nextn_predict_layers": 0}
-    run = {"layout": tiny.SINGLE.to_json(), "output_dir": str(tmp_path), "model_type": "ernie4_5_moe", "model": model}
-    ranks.run("tests.trainer.export_jobs:export_initial", 1, {**run, "target": str(tmp_path / "weights")})
-    written = json.loads((tmp_path / "weights/config.json").read_text())
-    assert {key: written.get(key, "lost") for key in model} == model
-    assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000}
 
 
 @on_ranks(1)

@@ -205,14 +205,6 @@ def test_arguments_that_are_invalid_on_one_rank_are_refused_alike_on_all(ranks: 
     assert all("rank 1" in text and "\n  next: " in text for text in first), first
 
 
-def test_a_checkpoint_of_numbers_without_axes_is_verified_and_loaded(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-4", {"scale": paddle.to_tensor(3.0)})
-    assert paddleformers_fc.open(tmp_path / "checkpoint-4").verify().passed
-    loaded = {"scale": paddle.to_tensor(0.0)}
-    load(tmp_path / "checkpoint-4", loaded)
-    assert loaded["scale"].item() == 3.0
-
-
 def test_the_path_of_an_object_is_the_one_that_it_states(tmp_path: Path) -> None:
     class Stated:
         def __fspath__(self) -> str:
@@ -315,19 +307,24 @@ def test_states_that_a_checkpoint_would_not_contain_or_not_replace_are_refused(t
 
 
 @on_ranks(1)
-def test_a_number_without_axes_is_saved_and_loaded_but_not_compared_or_exported(tmp_path: Path) -> None:
+def test_a_number_without_axes_is_saved_and_loaded_but_not_compared_exported_or_streamed(tmp_path: Path) -> None:
     model = paddle.nn.Linear(2, 3)
     model.scale = model.create_parameter([])
     for number, value in (("one", 1.0), ("two", 2.0)):
         model.scale.set_value(paddle.full([], value))
         save(tmp_path / number, model)
     one, two = (paddleformers_fc.open(tmp_path / number) for number in ("one", "two"))
+    assert one.verify().passed
     with pytest.raises(OptionError, match="1 tensor without axes or elements") as caught:
         one.diff(two)
     assert caught.value.evidence == ("scale",)
     with pytest.raises(OptionError, match="1 tensor without axes or elements"):
         one.export(tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+    with pytest.raises(OptionError, match="1 tensor of the model without axes"):
+        list(paddleformers_fc.stream(model))
+    ((name, weight),) = paddleformers_fc.stream(model, names=["weight"])
+    assert (name, weight.tolist()) == ("weight", model.weight.tolist())
     load(tmp_path / "one", model)
     assert float(model.scale) == 1.0
 

@@ -1,24 +1,31 @@
-"""What ``resume_from_checkpoint: true`` resumes where checkpoints are damaged, and where runs have branched."""
+"""What is resumed where checkpoints are damaged or altered, where runs branch, and where ranks differ or are killed."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import paddleformers_fc
-from paddleformers_fc.errors import Corrupt, MismatchError
+from paddleformers_fc.distributed.communicator import EXIT_CODE
+from paddleformers_fc.errors import CheckpointError, Corrupt, MismatchError, PeerError
 from paddleformers_fc.storage.commit import staging_directory
-from paddleformers_fc.storage.manifest import read_manifest
-from tests.cli.support import flip
+from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, manifest_seal, read_manifest
+from tests.cli.support import alter, flip, seal
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.patching import precede
 from tests.harness.sealing import reseal
-from tests.harness.tiny import DP2, SINGLE
-from tests.trainer.jobs import callback, flex_trainer, logged, refused, trained
-from tests.trainer.test_trainer import JOBS, settings
+from tests.harness.tiny import DP2, SINGLE, TP2PP2
+from tests.trainer.jobs import callback, flex_trainer, logged, refused, trained, weights_of
+from tests.trainer.lost_jobs import keep_time
+from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
 from verification.forkserver import ForkServer, JobResult
 
 WEIGHTS = "model_state/rank-00000.safetensors"
@@ -36,6 +43,12 @@ def saved(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output_dir = tmp_path_factory.mktemp("saved")
     assert train(ranks, output_dir).ok
     return output_dir
+
+
+@pytest.fixture
+def third(saved: Path) -> Path:
+    """The newest of these checkpoints, which a test only reads."""
+    return saved / "checkpoint-3"
 
 
 @pytest.fixture
@@ -130,14 +143,6 @@ def test_an_undefined_model_is_neither_trained_nor_saved(saved: Path, run: Path)
     assert len(trainer.losses) == 1
 
 
-def test_if_all_checkpoints_are_damaged_the_run_stops_with_every_reason(ranks: ForkServer, run: Path) -> None:
-    for step in (1, 2, 3):
-        flip(run / f"checkpoint-{step}" / WEIGHTS, 20)  # In the header.
-    for found in refusals(ranks, run, flex_verify="full"):
-        assert (found["error"], found["changed"]) == ("NotACheckpoint", False)
-        assert all(f"checkpoint-{step}: " in found["text"] for step in (1, 2, 3))
-
-
 def test_a_checkpoint_that_does_not_fit_the_model_is_not_skipped(ranks: ForkServer, run: Path) -> None:
     for found in refusals(ranks, run, {"intermediate_size": 96}):
         assert (found["error"], found["changed"]) == ("MismatchError", False)
@@ -208,3 +213,213 @@ def test_a_resume_reads_metadata_once_and_makes_four_exchanges(tmp_path: Path) -
     with logged() as lines:
         without = trained(DP2, tmp_path / "run", {"max_steps": 4}, resume=True)
     assert any(forgotten in line for line in lines) or without.args.process_index > 0
+
+
+# ---- Altered metadata files: refused at every verification level, on every rank.
+
+DOCUMENTS = [
+    "config.json",
+    "mapping.json",
+    "trainer/data.json",
+    "trainer/rng-00000.json",
+    "trainer/rng-00001.json",
+    "trainer/scheduler.json",
+    "trainer/state.json",
+]
+
+
+def edited(checkpoint: Path, name: str, **values: Any) -> Path:
+    """Change keys of a document and compute all checksums again, that of the manifest included."""
+    path = checkpoint / name
+    document = json.loads(path.read_bytes()) | values
+    if name == MANIFEST_NAME:
+        del document["seal"]
+        document["seal"] = manifest_seal(msgspec.convert(document, Manifest))
+    path.write_text(json.dumps(document) + "\n")
+    if name != MANIFEST_NAME:
+        seal(checkpoint)
+    return checkpoint
+
+
+CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
+    ("trainer/state.json", {"global_step": 5}, "trainer/state.json has step 5, flex_checkpoint.json has 3"),
+    ("trainer/state.json", {"consumed_samples": 40}, "trainer/state.json has samples 40, flex_checkpoint.json has 24"),
+    ("trainer/data.json", {"position": {"epoch": 0, "samples": 24, "consumed": 40}}, "trainer/data.json has samples"),
+    ("trainer/rng-00001.json", {"world_size": 4}, "trainer/rng-00001.json has number of ranks 4"),
+    (MANIFEST_NAME, {"step": 5}, "trainer/state.json has step 3, flex_checkpoint.json has 5"),
+    (MANIFEST_NAME, {"consumed_samples": 40}, "trainer/state.json has samples 24, flex_checkpoint.json has 40"),
+    (MANIFEST_NAME, {"world_size": 1}, "trainer/rng-00001.json belongs to rank 1, but world_size is 1"),
+    (MANIFEST_NAME, {"world_size": 3}, "random generators of 2 ranks are listed, but world_size is 3"),
+    (MANIFEST_NAME, {"family": "qwen2"}, "mapping.json has family 'llama', flex_checkpoint.json has 'qwen2'"),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "evidence"), CONTRADICTIONS)
+def test_files_that_contradict_each_other_fail_verification_and_a_conversion(
+    third: Path, tmp_path: Path, name: str, values: dict[str, Any], evidence: str
+) -> None:
+    broken = edited(Path(shutil.copytree(third, tmp_path / "checkpoint-3")), name, **values)
+    opened = paddleformers_fc.open
+    for work in (lambda: opened(broken).verify(), lambda: opened(broken).convert(tmp_path / "converted")):
+        with pytest.raises(CheckpointError) as raised:
+            work()
+        assert any(line.startswith(evidence) for line in raised.value.evidence), raised.value.render()
+        assert raised.value.next_step
+    assert not (tmp_path / "converted").exists()
+
+
+def refuse(cases: list[list[str]], output_dir: Path) -> None:
+    for checkpoint, level, error, *evidence in cases:
+        arguments = {**SIX_STEPS, "flex_verify": level}
+        found = refused(checkpoint, layout=DP2, output_dir=output_dir, arguments=arguments)
+        assert (found["error"], found["changed"]) == (error, False)
+        assert [text for text in evidence if text not in found["text"]] == []
+
+
+def test_altered_documents_are_refused_on_every_rank_at_every_level(
+    ranks: ForkServer, third: Path, tmp_path: Path
+) -> None:
+    numbers = itertools.count()
+
+    def copy() -> Path:
+        return Path(shutil.copytree(third, tmp_path / str(next(numbers)) / "checkpoint-3"))
+
+    cases, all_altered = [], copy()
+    for name in DOCUMENTS:
+        alter(all_altered / name)
+        one_altered = copy()
+        alter(one_altered / name)
+        cases.append([str(one_altered), "off", "Corrupt", f"{name} does not match its checksum"])
+    cases.append([str(all_altered), "size", "Corrupt", *DOCUMENTS])
+    for name, values, error, evidence in (
+        ("trainer/state.json", {"global_step": 5}, "Corrupt", "has step 5"),
+        ("trainer/rng-00001.json", {"world_size": 4}, "Corrupt", "has number of ranks 4"),
+        ("trainer/scheduler.json", {"last_epoch": "3"}, "FormatError", "last_epoch: str in place of int"),
+    ):
+        cases.append([str(edited(copy(), name, **values)), "off", error, name, evidence])
+    run_on_ranks(ranks, 2, refuse, cases=cases, output_dir=tmp_path / "out")
+
+
+# ---- Real ranks that are not alike, or of which one is killed: all others raise one report and end.
+
+FOUR = TP2PP2
+
+
+def die(moment: str, victim: int, output_dir: str, resume: str, **given: Any) -> None:
+    """Resume as a job of which one rank kills itself; every other rank writes down how it ended.
+
+    Args:
+        moment: ``reading`` a checkpoint, or ``exchanging``: after all have come to an exchange.
+        victim: the rank.
+        output_dir: of the Trainer; gets ``ended-<rank>.json`` of every rank that raises.
+        resume: a checkpoint.
+        given: further arguments of a Trainer.
+    """
+    from paddleformers_fc.distributed.channel import PaddleChannel
+    from paddleformers_fc.execute import exchange
+
+    keep_time(Path(output_dir))
+    trainer = flex_trainer(output_dir=output_dir, **given)
+    rank, before = trainer.args.process_index, weights_of(trainer.model)
+    if rank == victim:
+        place = (exchange, "execute_reads") if moment == "reading" else (PaddleChannel, "gather")
+        precede(*place, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except BaseException as error:
+        ended = {
+            "error": type(error).__name__,
+            "text": str(error),
+            "step": trainer.state.global_step,
+            "half": weights_of(trainer.model) != before,
+        }
+        Path(output_dir, f"ended-{rank}.json").write_text(json.dumps(ended))
+        raise
+
+
+def killed(ranks: ForkServer, output_dir: Path, moment: str, victim: int, resume: Path) -> JobResult:
+    """A job one of whose ranks has killed itself; nothing of it hangs, and no rank ends as if all were well."""
+    output_dir.mkdir()
+    given = {"moment": moment, "victim": victim, **settings(FOUR, output_dir, resume, max_steps=6, save_steps=2)}
+    result = ranks.attempt(f"{__name__}:die", FOUR.nproc, given)
+    assert result.returncodes[victim] == -9
+    assert 0 not in result.returncodes
+    assert not list(output_dir.glob("*checkpoint*"))
+    return result
+
+
+def endings(output_dir: Path) -> list[dict[str, Any]]:
+    """How the ranks that raised have ended."""
+    return [json.loads(path.read_text()) for path in sorted(output_dir.glob("ended-*.json"))]
+
+
+# The rank that serves the store, and another one.
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_while_it_reads_is_named_by_all_others_and_nothing_is_trained_or_saved(
+    patient_ranks: ForkServer, third: Path, tmp_path: Path, victim: int
+) -> None:
+    out = tmp_path / "out"
+    killed(patient_ranks, out, "reading", victim, third)
+    ended = endings(out)
+    assert len(ended) == FOUR.nproc - 1
+    assert len({one["text"] for one in ended}) == 1
+    assert {one["error"] for one in ended} == {"PeerError"}
+    assert f"rank {victim}" in ended[0]["text"]
+    assert victim == 0 or f"rank {victim} did not arrive" in ended[0]["text"]
+    assert {one["step"] for one in ended} == {0}
+    # The others had read their part: these half-loaded weights must not be trained.
+    assert all(one["half"] for one in ended)
+
+
+def test_a_rank_killed_in_the_exchange_itself_is_named(patient_ranks: ForkServer, third: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = killed(patient_ranks, out, "exchanging", 2, third)
+    raised = {one["text"] for one in endings(out)}
+    assert len(raised) <= 1
+    for rank in (0, 1, 3):
+        assert result.returncodes[rank] in (1, EXIT_CODE)
+        assert "rank 2 did not arrive" in result.logs[rank].read_text()
+
+
+STATEMENTS = {"aoa_config": {"aoa_statements": ["model.norm.weight -> model.norm.weight"]}}
+DIFFERING: dict[bool, tuple[dict[str, Any], list[str]]] = {
+    False: (
+        {"save_steps": 2, "flex_verify": "size", "learning_rate": 0.5},
+        ["save_steps: 1 on rank 0; 2 on rank 1", "flex_verify: ", "learning_rate: "],
+    ),
+    True: (STATEMENTS, ["aoa_config.aoa_statements: "]),
+}
+"""Options of one rank at the start of a run, or when it loads a checkpoint, and lines of the error."""
+
+
+@pytest.mark.parametrize("late", [pytest.param(late, marks=pytest.mark.chosen) for late in DIFFERING])
+@on_ranks(2)
+def test_a_rank_that_differs_is_named_on_every_rank_before_a_weight_changes_and_the_first_step(
+    third: Path, tmp_path: Path, late: bool
+) -> None:
+    """In its options, its software and its model."""
+    from paddleformers_fc.distributed import consistency
+
+    options, texts = DIFFERING[late]
+    is_odd = os.environ["PADDLE_TRAINER_ID"] == "1"
+    early = options if is_odd and not late else {}
+    trainer = flex_trainer(DP2, tmp_path, {"max_steps": 3 if late else 1, "save_steps": 1, **early})
+
+    def change(*_: Any, **__: Any) -> None:
+        vars(trainer.args).update(options)
+        trainer.model.config.rms_norm_eps = 0.125
+        consistency.__version__ = "9.9.9"  # This process ends with the job.
+
+    if is_odd and late:
+        precede(trainer, "_load_flex_checkpoint", change)
+    elif is_odd:
+        change()
+    held = weights_of(trainer.model)
+    with pytest.raises(PeerError) as caught:
+        trainer.train(resume_from_checkpoint=str(third) if late else None)
+    assert trainer.state.global_step == 0
+    assert weights_of(trainer.model) == held
+    lines = caught.value.render().splitlines()
+    for text in (*texts, "config.rms_norm_eps: ", "versions.paddleformers_fc: "):
+        (line,) = [line for line in lines if text in line]
+        assert "on rank 1" in line

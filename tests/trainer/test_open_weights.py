@@ -6,10 +6,7 @@ import copy
 import json
 import os
 import shutil
-import threading
-import zlib
 from collections.abc import Callable
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,9 +21,9 @@ from tests.formats.test_quantized import write
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import DP2, PP2, SD2V2, SINGLE, TP2, MatrixLayout
-from tests.trainer.export_jobs import configured, export_weights
+from tests.storage.serving import serving
+from tests.trainer.export_jobs import configured, export_weights, weights_of
 from tests.trainer.jobs import weights_of as bits
-from tests.trainer.test_pretrained import weights_of
 from verification.forkserver import ForkServer
 
 
@@ -60,6 +57,21 @@ def load_and_export(
         built = kind.from_pretrained(str(source), config=config)
     export_weights(built, output_dir / f"again-{layout.name}")
     return [line for (line, *_), _ in warning.call_args_list if str(source) in line]
+
+
+def fill_and_export(source: str, output_dir: Path, model: dict[str, Any]) -> None:
+    import paddle
+
+    from paddleformers_fc import load_open_weights
+
+    args = tiny.training_arguments(TP2, str(output_dir / "run"))
+    built = tiny.build("ernie4_5_moe", TP2, args, **model)
+    with paddle.no_grad():
+        for parameter in built.parameters():
+            parameter.zero_()
+    report = load_open_weights(built, source)
+    assert (list(report.fresh), list(report.dropped)) == ([], [])
+    export_weights(built, output_dir / "again")
 
 
 def from_pretrained(source: Path | str) -> Any:
@@ -97,6 +109,17 @@ def test_from_pretrained_fills_every_layout_with_the_bits_of_the_files(
         found = run_on_ranks(ranks, 2, load_and_export, **{**given, "layout": PP2, "model": {"moe_use_aux_free": True}})
         bias = "model.layers.{1...3}.mlp.moe_statics.e_score_correction_bias"
         assert found == ([f"{bias} is not in {source} and keeps its initial values."], [])
+
+
+def test_weights_behind_a_url_pass_through_a_model_unchanged_with_layers_that_predict_several_tokens(
+    ranks: ForkServer, tmp_path: Path
+) -> None:
+    model = {"num_nextn_predict_layers": 1}
+    source = weights_of(ranks, tmp_path, "ernie4_5_moe", model)
+    with serving(tmp_path) as served:
+        url = f"{served.url}/weights"
+        run_on_ranks(ranks, 2, fill_and_export, source=url, output_dir=tmp_path, model=model)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 # Quantized weights: tests/formats/test_quantized.py.
@@ -187,33 +210,28 @@ WAYS: dict[str, Callable[[Path, Path], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("way", "trainer", "refused"),
+    ("way", "refused"),
     [
-        pytest.param("after_arguments", "FlexTrainer", "", marks=pytest.mark.chosen),
-        ("installed", "Trainer", ""),
-        ("filled_again", "Trainer", ""),
-        pytest.param("fresh_with_values", "FlexTrainer", "", marks=pytest.mark.chosen),
-        pytest.param("after_import", "FlexTrainer", "the model", marks=pytest.mark.chosen),
-        ("copied", "Trainer", "the model"),
-        ("part_of_another", "FlexTrainer", "wrapped"),
+        pytest.param("after_arguments", "", marks=pytest.mark.chosen),
+        ("installed", ""),
+        ("filled_again", ""),
+        pytest.param("fresh_with_values", "", marks=pytest.mark.chosen),
+        pytest.param("after_import", "the model", marks=pytest.mark.chosen),
+        ("copied", "the model"),
+        ("part_of_another", "wrapped"),
     ],
 )
 @on_ranks(1)
 def test_a_model_is_trained_unless_paddleformers_loader_alone_has_filled_it(
-    llama: Path, tmp_path: Path, way: str, trainer: str, refused: str
+    llama: Path, tmp_path: Path, way: str, refused: str
 ) -> None:
-    from paddleformers.trainer import Trainer
-
-    from paddleformers_fc import FlexTrainer, install
+    from paddleformers_fc import FlexTrainer
 
     def times() -> dict[str, int]:
         return {path.name: path.stat().st_mtime_ns for path in (source, *source.iterdir())}
 
     def train() -> list[float]:
-        if trainer == "Trainer":
-            install()
-        args = training_arguments(tmp_path / "out", max_steps=2)
-        made = tiny.trainer(model, args, cls=Trainer if trainer == "Trainer" else FlexTrainer)
+        made = tiny.trainer(model, training_arguments(tmp_path / "out", max_steps=2), cls=FlexTrainer)
         made.train()
         return list(made.losses)
 
@@ -292,10 +310,9 @@ def test_arguments_and_weights_that_do_not_fit_are_refused_with_the_reason(llama
 
     unsupported: dict[str, Any] = {"state_dict": {}, "ignore_mismatched_sizes": True, "variant": "fp16"}
     unsupported |= {"key_mapping": {"a": "b"}, "use_safetensors": False, "load_checkpoint_format": ""}
-    for name, value in unsupported.items():
-        line = load(**{name: value})
-        assert line.startswith("OptionError: flex_checkpoint: true contradicts an argument of from_pretrained.")
-        assert f"  - {name}" in line
+    line = load(**unsupported)
+    assert line.startswith("OptionError: flex_checkpoint: true contradicts an argument of from_pretrained.")
+    assert all(f"  - {name}" in line for name in unsupported)
     same = {"low_cpu_mem_usage": True, "convert_from_hf": False, "load_via_cpu": True, "use_safetensors": True}
     for given in (same, {"load_checkpoint_format": "flex_checkpoint", "ignore_mismatched_sizes": False}):
         assert load(**given) == "LlamaForCausalLM"
@@ -317,72 +334,26 @@ def test_arguments_and_weights_that_do_not_fit_are_refused_with_the_reason(llama
         assert expected in line
 
 
-def hub_of(directory: Path) -> ThreadingHTTPServer:
-    """A server that answers as a hub of Hugging Face does for one model, ``someone/model``."""
-
-    class Hub(SimpleHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def translate_path(self, path: str) -> str:
-            return str(directory / path.removeprefix("/someone/model/resolve/main/").removeprefix("/"))
-
-        def end_headers(self) -> None:
-            self.send_header("ETag", f'"{zlib.crc32(self.path.encode()):040x}"')
-            self.send_header("X-Repo-Commit", "0" * 40)
-            self.send_header("X-Error-Code", "EntryNotFound")  # Read where a file is missing.
-            super().end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
+@on_ranks(1)
+def test_a_name_is_found_where_paddleformers_finds_it(llama: Path, tmp_path: Path) -> None:
+    """PaddleFormers looks in its home directory, and then on a hub."""
+    expected = bits(from_pretrained(shutil.copytree(llama, tmp_path / "weights")))
+    training_arguments(tmp_path / "out")
+    (tmp_path / "home/owner").mkdir(parents=True)
+    (tmp_path / "home/owner/model").symlink_to(tmp_path / "weights")
+    os.environ["PF_HOME"] = str(tmp_path / "home")
+    assert bits(from_pretrained("owner/model")) == expected
 
 
 @on_ranks(1)
-def test_a_name_of_a_hub_is_found_where_paddleformers_finds_it(llama: Path, tmp_path: Path) -> None:
-    """In its home directory, and on a hub that answers on this machine."""
-    from huggingface_hub import constants, hf_api
+def test_the_options_of_the_run_decide_how_open_weights_are_read(llama: Path, tmp_path: Path) -> None:
+    from paddleformers_fc.trainer import pretrained
 
-    source = shutil.copytree(llama, tmp_path / "weights")
-    # The client reads these from the environment when it is imported, which the fork server has done.
-    hub = f"http://127.0.0.1:{hub_of(source).server_address[1]}"
-    constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub)
-    constants.ENDPOINT, constants.HF_HUB_CACHE, hf_api.api.endpoint = hub, str(tmp_path / "cache"), hub
-    expected = bits(from_pretrained(source))
-    training_arguments(tmp_path / "out")
-    (tmp_path / "home/owner").mkdir(parents=True)
-    (tmp_path / "home/owner/model").symlink_to(source)
-    os.environ["PF_HOME"] = str(tmp_path / "home")
-    assert bits(from_pretrained("owner/model")) == expected
-    del os.environ["PF_HOME"]
-    assert bits(from_pretrained("someone/model")) == expected
-
-
-def bytes_read(source: Path, output_dir: Path, way: str) -> int:
-    """How many bytes of files this rank asked the system for while it loaded a model."""
-    from paddleformers.transformers import AutoModelForCausalLM
-
-    def asked() -> int:
-        return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"])
-
-    # Blocks are not compared: the file is one block, which a rank would read as a whole.
-    args = training_arguments(output_dir, DP2, flex_read=way, flex_verify="off")
-    config = configured(DP2, args, source)
-    before = asked()
-    AutoModelForCausalLM.from_pretrained(str(source), config=config)
-    return asked() - before
-
-
-def test_the_options_of_the_run_decide_how_open_weights_are_read(
-    ranks: ForkServer, llama: Path, tmp_path: Path
-) -> None:
-    size = (llama / "model.safetensors").stat().st_size
-    each, once = (
-        sum(run_on_ranks(ranks, 2, bytes_read, source=llama, output_dir=tmp_path, way=way)) for way in ("each", "once")
-    )
-    assert size * 0.8 < each - once < size * 1.2
+    training_arguments(tmp_path / "out", flex_read="once", flex_threads=3, flex_verify="off")
+    with mock.patch.object(pretrained, "prepare_weights", wraps=pretrained.prepare_weights) as prepared:
+        from_pretrained(llama)
+    *_, reading, level = prepared.call_args.args
+    assert (reading.replicas, reading.threads, level) == ("once", 3, "off")
 
 
 @on_ranks(1)

@@ -79,9 +79,9 @@ CHOICES = {
 }
 
 
-SOME = ["amsgrad", "custom-low", "mini", "lamb"]
-"""Between them: a state that others lack, 16-bit moments, a number per shard, a registered optimizer."""
-OTHERS = ["adamw", "amsgrad-half", "low", "custom", "sgd", "momentum"]
+SOME = ["custom-low", "mini", "lamb"]
+"""Between them: 16-bit moments, a number per shard, a registered optimizer."""
+OTHERS = ["adamw", "amsgrad", "amsgrad-half", "low", "custom", "sgd", "momentum"]
 SCRIPT_ONLY = "mini-script"
 """PaddleFormers refuses ``optim: adamw_mini`` with tensor parallelism; a script can train it."""
 
@@ -169,7 +169,9 @@ def test_one_number_per_shard_is_exact_only_if_tensors_are_cut_alike(ranks: Fork
     assert "exact only if tensors are sharded in the same way" in whole
 
 
-def chosen(layout: MatrixLayout, output_dir: Path, kind: Any, **options: Any) -> Any:
+def chosen(
+    layout: MatrixLayout, output_dir: Path, kind: Any, arguments: Mapping[str, Any] | None = None, **options: Any
+) -> Any:
     """A Trainer with an optimizer of a class."""
     from paddleformers_fc import FlexTrainer
 
@@ -177,11 +179,13 @@ def chosen(layout: MatrixLayout, output_dir: Path, kind: Any, **options: Any) ->
         def create_optimizer(self, lr_scheduler: Any = None) -> Any:
             self.optimizer = kind(parameters=self.model.parameters(), learning_rate=0.01, **options)
 
-    return flex_trainer(layout, output_dir, {"max_steps": 2, "save_steps": 2}, cls=Trainer)
+    return flex_trainer(layout, output_dir, {"max_steps": 2, "save_steps": 2, **(arguments or {})}, cls=Trainer)
 
 
 @on_ranks(layout=SINGLE)
-def test_an_undeclared_optimizer_is_refused_with_what_to_declare(tmp_path: Path) -> None:
+def test_an_undeclared_optimizer_is_refused_with_what_to_declare_if_its_states_are_saved(
+    tmp_path: Path,
+) -> None:
     class Own(paddle.optimizer.AdamW):
         """A subclass with one state more."""
 
@@ -215,6 +219,8 @@ def test_an_undeclared_optimizer_is_refused_with_what_to_declare(tmp_path: Path)
         assert states in text
         assert f"register_optimizer({kind.__name__}, like_parameter=[...], numbers=[...])" in text
     give_to_a_trainer(optimizers.AdamW)
+    chosen(SINGLE, tmp_path, optimizers.SGD, {"ignore_save_lr_and_optim": True}).train()
+    assert {one.role for one in canonical_digests(tmp_path / "checkpoint-2")} == {"model_state"}
 
 
 NADAM = "beta2_pow, moment1, moment2, momentum_decay_pow, mu_product"

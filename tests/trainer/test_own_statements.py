@@ -78,7 +78,7 @@ def training(layout: MatrixLayout, output_dir: Path, methods: str, resume: Path 
     from paddleformers_fc import FlexTrainer
 
     # PaddleFormers sums the gradients of norms of heads over tensor-parallel ranks only where sequences are parallel.
-    args = flex_arguments(layout, output_dir, max_steps=6, save_steps=3, sequence_parallel=True)
+    args = flex_arguments(layout, output_dir, max_steps=4, save_steps=2, sequence_parallel=True)
     trainer = tiny.trainer(build(layout, args, methods), args, cls=FlexTrainer)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     losses: list[float] = trainer.losses
@@ -107,10 +107,10 @@ def test_a_copy_of_a_declared_class_is_saved_resumed_verified_and_exported_as_th
 ) -> None:
     losses = train(ranks, "of the class", TP2, tmp_path / "own")
     assert train(ranks, "declared", TP2, tmp_path / "declared") == losses
-    own, declared = (tmp_path / name / "checkpoint-3" for name in ("own", "declared"))
+    own, declared = (tmp_path / name / "checkpoint-2" for name in ("own", "declared"))
     assert list(canonical_digests(own)) == list(canonical_digests(declared))
     resumed = train(ranks, "of the class", PP2, tmp_path / "pp2", own)
-    assert resumed == pytest.approx(losses[3:], abs=2e-6)
+    assert resumed == pytest.approx(losses[2:], abs=2e-6)
     # Without its class.
     assert run_command("verify", own).code == 0
     for checkpoint in (own, declared):
@@ -121,15 +121,6 @@ def test_a_copy_of_a_declared_class_is_saved_resumed_verified_and_exported_as_th
     exported, down = load_file(one), "model.layers.3.mlp.down_proj.weight"
     assert started["model.norm.weight"] == exported["model.norm.weight"].tobytes().hex()
     assert started[down] == exported[down].T.tobytes().hex()
-
-
-def test_statements_of_one_direction_are_inverted(ranks: ForkServer, tmp_path: Path) -> None:
-    losses = train(ranks, "forward alone", TP2, tmp_path / "saved")
-    checkpoint = tmp_path / "saved/checkpoint-3"
-    shapes = {one.name: one.shape for one in canonical_digests(checkpoint, roles=["model_state"])}
-    assert (shapes["blocks.3.gate"], shapes["blocks.3.k"]) == ((128, 64), (32, 64))
-    resumed = train(ranks, "forward alone", SINGLE, tmp_path / "resumed", checkpoint)
-    assert resumed == pytest.approx(losses[3:], abs=2e-6)
 
 
 @on_ranks(layout=SINGLE)

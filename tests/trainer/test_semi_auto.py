@@ -18,9 +18,7 @@ from paddleformers_fc.errors import FlexError
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import DP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout
-from tests.trainer import semi_auto_jobs as jobs
 from tests.trainer.jobs import TO_BEST, callback, few_samples
-from tests.trainer.semi_auto_jobs import one_device, semi_auto
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 from verification.matrix.layouts import parse_layout
@@ -28,6 +26,83 @@ from verification.matrix.layouts import parse_layout
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "semi-auto.md"
 WRITE = "FLEX_WRITE_SEMI_AUTO"
 BEGIN, END = "<!-- semi-auto: losses -->\n", "<!-- end -->\n"
+
+
+SCHEMES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
+    "mp2": ([0, 1], {"column": "1", "row": "0"}),
+    "dp2mp2": ([[0, 1], [2, 3]], {"column": "r1", "row": "r0"}),
+    "rows3": ([0, 1, 2], {"column": "0", "row": "0", "other": "0"}),
+    "both2x2": ([[3, 1], [0, 2]], {"column": "01", "row": "10", "other": "r0"}),
+    "stages2": ([0, 1], {}),
+}
+"""Meshes, and by kind of layer a letter per axis of the mesh: ``r`` for replicas, else the tensor's axis that is cut.
+
+Under ``stages2`` each rank is the mesh of half of the layers.
+"""
+
+
+def one_device(model_type: str = "llama", **overrides: Any) -> Any:
+    """A tiny model as one device has it, in a job of any number of ranks."""
+    from types import SimpleNamespace
+
+    arguments = SimpleNamespace(tensor_parallel_rank=0, sequence_parallel=False)
+    return tiny.build(model_type, tiny.SINGLE, arguments, **overrides)
+
+
+def semi_auto(scheme: str, model_type: str = "llama", **overrides: Any) -> Any:
+    """The same model of semi-automatic parallelism: every parameter has a mesh and placements of a scheme."""
+    import paddle.distributed as dist
+
+    dist.init_parallel_env()
+    model = one_device(model_type, **overrides)
+    place(model, scheme)
+    return model
+
+
+def place(model: Any, scheme: str) -> None:
+    """Replace the parameters of a model by ``DistTensors``."""
+    import paddle.distributed as dist
+
+    ranks, kinds = SCHEMES[scheme]
+    mesh = dist.ProcessMesh(ranks)
+    made: dict[int, Any] = {}
+    for prefix, layer in model.named_sublayers(include_self=True):
+        for name, parameter in list(layer._parameters.items()):
+            if parameter is None:
+                continue
+            if scheme == "stages2":
+                mesh = dist.ProcessMesh([int(".layers.2" in prefix or ".layers.3" in prefix or "lm_head" in prefix)])
+            column = any(part in prefix for part in ("qkv_proj", "q_proj", "k_proj", "v_proj", "gate", "up_proj"))
+            kind = "column" if column else "row" if len(parameter.shape) == 2 else "other"
+            letters = kinds.get(kind, "r" * len(mesh.shape))
+            placements = [dist.Replicate() if one == "r" else dist.Shard(int(one)) for one in letters]
+            if id(parameter) not in made:
+                made[id(parameter)] = dist.shard_tensor(parameter, mesh, placements)
+            layer._parameters[name] = made[id(parameter)]
+
+
+class OneSample:
+    """The same sample at every index, because the semi-automatic mode reads samples in an order of its own."""
+
+    def __len__(self) -> int:
+        return tiny.SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return tiny.Samples()[5]
+
+
+def trainer_of(
+    layout: tiny.MatrixLayout, output_dir: Path, semi_auto: bool, arguments: Mapping[str, Any], **given: Any
+) -> Any:
+    """A ``FlexTrainer`` over the tiny Llama, in the semi-automatic mode or without it; ``given`` is for the Trainer."""
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+
+    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **arguments}
+    mode = {"enable_auto_parallel": True, "use_intermediate_api": True, "to_static": False} if semi_auto else {}
+    args = tiny.training_arguments(layout, str(output_dir), **settings, **mode)
+    # The semi-automatic mode has other layers if the configuration asks for them.
+    model = tiny.build("llama", layout, args, **({"use_single_model_implementation": True} if semi_auto else {}))
+    return tiny.trainer(model, args, cls=FlexTrainer, **given)
 
 
 @on_ranks(4)
@@ -145,38 +220,7 @@ def test_every_local_shard_is_loaded_from_hybrid_parallelism_and_saved(
 
 
 @on_ranks(2)
-def test_tensors_without_a_family_are_loaded_by_name_under_other_placements(tmp_path: Path) -> None:
-    import numpy as np
-    import paddle
-    import paddle.distributed as dist
-
-    dist.init_parallel_env()
-    mesh = dist.ProcessMesh([0, 1])
-    values = {"a": np.arange(21, dtype="float32").reshape(7, 3), "b": np.arange(5, dtype="float32"), "c": np.ones(1)}
-
-    def placed(zero: bool, **axes: int) -> dict[str, Any]:
-        return {
-            name: dist.shard_tensor(
-                paddle.to_tensor(value * (not zero)),
-                mesh,
-                [dist.Shard(axes[name])] if name in axes else [dist.Replicate()],
-            )
-            for name, value in values.items()
-        }
-
-    first, second = (tmp_path / name / "checkpoint-1" for name in ("first", "second"))
-    paddleformers_fc.save({"model": placed(False, a=0, b=0)}, first, step=1)
-    other = placed(True, a=1)
-    assert not paddleformers_fc.load(other, first).fresh
-    paddleformers_fc.save(second, other, step=1)
-    mine = slice(2) if dist.get_rank() == 0 else slice(2, 3)
-    for name, part in (("a", values["a"][:, mine]), ("b", values["b"]), ("c", values["c"])):
-        assert (other[name]._local_value().numpy() == part).all()
-    assert paddleformers_fc.open(first).diff(paddleformers_fc.open(second)).equal
-
-
-@on_ranks(2)
-def test_a_state_dict_that_cannot_be_placed_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_state_dict_is_loaded_by_name_under_other_placements_or_refused_with_the_reason(tmp_path: Path) -> None:
     import paddle
     import paddle.distributed as dist
 
@@ -184,7 +228,8 @@ def test_a_state_dict_that_cannot_be_placed_is_refused_with_the_reason(tmp_path:
     mesh = dist.ProcessMesh([0, 1])
     part = dist.auto_parallel.api.dtensor_from_local(paddle.ones([2, 4]), mesh, [dist.Partial()])
     cut = dist.shard_tensor(paddle.ones([8, 4]), mesh, [dist.Shard(0, split_factor=2)])
-    good = dist.shard_tensor(paddle.ones([8, 4]), mesh, [dist.Shard(0)])
+    values = paddle.arange(32, dtype="float32").reshape([8, 4])
+    good = dist.shard_tensor(values, mesh, [dist.Shard(0)])
     local = paddle.ones([2, 2])
     local.is_distributed = True
     orphan = "linear_0.w_0.dist_moment1_0"
@@ -201,6 +246,11 @@ def test_a_state_dict_that_cannot_be_placed_is_refused_with_the_reason(tmp_path:
             paddleformers_fc.save(state_dict, tmp_path / "checkpoint-1")
         assert all(text in refused.value.render() for text in texts), refused.value.render()
     assert not (tmp_path / "checkpoint-1").exists()
+    paddleformers_fc.save({"model": {"w": good}}, tmp_path / "checkpoint-2", step=2)
+    other = dist.shard_tensor(paddle.zeros([8, 4]), mesh, [dist.Shard(1)])
+    assert not paddleformers_fc.load({"w": other}, tmp_path / "checkpoint-2").fresh
+    mine = slice(2) if dist.get_rank() == 0 else slice(2, 4)
+    assert (other._local_value().numpy() == values.numpy()[:, mine]).all()
 
 
 # ---- Losses.
@@ -213,7 +263,11 @@ STRATEGIES += ("pp4vpp2+tp2", "tp2+sd2v1", "tp2+pp2+sd2v1", "tp2+pp2+sd2v2")
 """Layouts of hybrid runs."""
 
 STOCK = {"save_checkpoint_format": "", "load_checkpoint_format": "", "save_to_hf": False}
-OF_OTHERS = {"sharding_io": ("sd2v1", "sd2v2", "tp2+sd2v1"), "Paddle's FlexCheckpoint": ("tp2", "sd2v2")}
+OF_OTHERS = {
+    "legacy hybrid": ("tp2", "pp2", "sd2v2", "tp2+pp2+sd2v1"),
+    "sharding_io": ("sd2v2",),
+    "Paddle's FlexCheckpoint": ("tp2", "sd2v2"),
+}
 """The strategies of the other formats; the tests of formats compare all of them."""
 
 FORMATS: Mapping[str, Mapping[str, Any] | None] = {
@@ -228,7 +282,7 @@ CASES = [
     (strategy, kind)
     for kind in FORMATS
     for strategy in STRATEGIES
-    if kind in ("flex checkpoint", "legacy hybrid") or strategy in OF_OTHERS[kind]
+    if kind == "flex checkpoint" or strategy in OF_OTHERS[kind]
 ]
 
 
@@ -369,9 +423,9 @@ def run_trainer(
         if resume is not None:
             trainer._save_checkpoint(trainer.model)
 
-    data = {"train_dataset": jobs.OneSample()} if any_order else {}
+    data = {"train_dataset": OneSample()} if any_order else {}
     given = {"max_steps": 5, **arguments}
-    trainer = jobs.trainer_of(layout, output_dir, semi_auto, given, callbacks=[callback(on_train_begin=save)], **data)
+    trainer = trainer_of(layout, output_dir, semi_auto, given, callbacks=[callback(on_train_begin=save)], **data)
     trainer.train(resume_from_checkpoint=resume and str(resume))
     losses: list[float] = trainer.losses
     return losses
@@ -396,7 +450,7 @@ def test_the_semi_automatic_trainer_resumes_its_own_run(ranks: ForkServer, tmp_p
 @on_ranks(layout=DP2)
 def test_the_best_weights_of_a_semi_automatic_run_are_evaluated_after_it(tmp_path: Path) -> None:
     """The evaluation before has left the last layers gathered."""
-    trainer = jobs.trainer_of(DP2, tmp_path, True, {**TO_BEST, "max_steps": 3}, eval_dataset=few_samples())
+    trainer = trainer_of(DP2, tmp_path, True, {**TO_BEST, "max_steps": 3}, eval_dataset=few_samples())
     trainer.train()
     assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
 

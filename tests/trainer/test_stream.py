@@ -24,9 +24,9 @@ from tests.harness.limits import LIMIT
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.patching import precede
 from tests.harness.tiny import EP2, PP2, SD2S3, SD2V1, SINGLE, TP2, TP2PP2, MatrixLayout
+from tests.trainer.export_jobs import weights_of
 from tests.trainer.jobs import callback, flex_trainer, trained
 from tests.trainer.lora_jobs import trainer_of
-from tests.trainer.test_pretrained import weights_of
 from verification.forkserver import ForkServer
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/stream_weights.py"
@@ -249,10 +249,6 @@ def test_weights_are_passed_to_a_function_every_some_steps(layout: MatrixLayout,
         assert got == export_of(tmp_path / f"pushed/checkpoint-{step}", tmp_path / f"hf-{step}")
 
 
-def fail_before(step: int, tensors: Any) -> None:
-    raise ConnectionError("the engine is gone before")
-
-
 def fail_within(step: int, tensors: Any) -> None:
     for _ in itertools.islice(tensors, 3):
         continue
@@ -274,7 +270,7 @@ def test_a_function_may_end_a_stream_and_its_errors_end_the_step_on_all_ranks(tm
         push = {"max_steps": 2, "flex_stream": {"steps": 1, "to": f"{__name__}.{name}"}}
         return trained(TP2, tmp_path / name, push)
 
-    for when in ("before", "within", "after"):
+    for when in ("within", "after"):
         with pytest.raises(FlexError, match=f"the engine is gone {when}"):
             train(f"fail_{when}")
     for name, why in (("absent", "has no attribute 'absent'"), ("RECEIVED", "it is a list")):
@@ -291,22 +287,3 @@ def test_another_process_computes_the_same_logits(tmp_path: Path) -> None:
     apart = re.findall(r"^step (\d): logits differ by at most (\S+) of the largest$", done.stdout, re.MULTILINE)
     assert [step for step, _ in apart] == ["1", "2", "3"]
     assert all(float(number) < 2e-6 for _, number in apart)
-
-
-@on_ranks(1)
-def test_a_number_without_axes_is_refused_unless_other_tensors_are_named() -> None:
-    import paddle
-
-    class Scaled(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = paddle.nn.Linear(2, 3)
-            self.scale = self.create_parameter([])
-
-    model = Scaled()
-    with pytest.raises(OptionError, match="1 tensor of the model without axes") as caught:
-        list(paddleformers_fc.stream(model))
-    assert caught.value.evidence == ("scale",)
-    ((name, weight),) = paddleformers_fc.stream(model, names=["linear.weight"])
-    assert name == "linear.weight"
-    assert (weight.numpy() == model.linear.weight.numpy()).all()

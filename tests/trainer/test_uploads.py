@@ -237,7 +237,7 @@ def test_checkpoints_are_uploaded_to_a_file_system_of_this_machine(tmp_path: Pat
     }
 
 
-def test_checkpoints_are_not_uploaded_to_themselves_or_into_memory(tmp_path: Path) -> None:
+def test_checkpoints_are_not_uploaded_to_themselves_into_memory_or_to_what_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     options = SimpleNamespace(**{**vars(FlexFields()), "flex_checkpoint": True, "output_dir": f"{tmp_path}/link"})
     options.flex_upload = f"file://{tmp_path}"
@@ -245,18 +245,15 @@ def test_checkpoints_are_not_uploaded_to_themselves_or_into_memory(tmp_path: Pat
         check_options(options)
     with pytest.raises(OptionError, match="flex_upload: An upload in memory://run would end with this process"):
         FlexFields(flex_upload="memory://run")
+    for value in (3, "", "out", "http://host/run", "s3://key:secret@bucket/run"):
+        with pytest.raises(OptionError, match="flex_upload") as caught:
+            FlexFields(flex_upload=value)
+        assert "secret" not in caught.value.render()
     checkpoint = make_checkpoint(tmp_path, 2)
     for command in ("export", "convert"):
         outcome = run(command, checkpoint, "memory://run")
         assert outcome.code == 2
         assert "would end with this process" in outcome.err
-
-
-@pytest.mark.parametrize("value", [3, "", "out", "http://host/run", "s3://key:secret@bucket/run"])
-def test_a_value_that_is_not_the_url_of_a_store_is_refused(value: Any) -> None:
-    with pytest.raises(OptionError, match="flex_upload") as caught:
-        FlexFields(flex_upload=value)
-    assert "secret" not in caught.value.render()
 
 
 def train(environment: dict[str, str], endpoint: str, **given: Any) -> dict[str, Any]:

@@ -280,26 +280,24 @@ def test_an_unknown_version_is_refused_before_a_process_group_exists_unless_it_i
 
 
 # A save that bypasses this package: tests/corruption/test_several_ranks.py.
-@pytest.mark.parametrize(("method", "way"), [("train", "subclass"), ("_inner_training_loop", "installed")])
+@pytest.mark.parametrize(
+    ("method", "way", "is_resumed"),
+    [
+        ("train", "subclass", False),
+        ("_inner_training_loop", "installed", False),
+        ("_load_flex_checkpoint", "subclass", True),
+    ],
+)
 @on_ranks(layout=SINGLE)
-def test_a_training_loop_that_bypasses_this_package_stops(
-    layout: MatrixLayout, tmp_path: Path, method: str, way: str
+def test_a_loop_or_a_resume_that_bypasses_this_package_stops_before_a_step(
+    layout: MatrixLayout, tmp_path: Path, method: str, way: str, is_resumed: bool
 ) -> None:
-    found = goes_around(layout, str(tmp_path), method, way)
+    if is_resumed:
+        trained(layout, tmp_path, {"max_steps": 2, "save_steps": 2})
+    found = goes_around(layout, str(tmp_path), method, way, str(tmp_path / "checkpoint-2") if is_resumed else None)
     assert (found["error"], found["step"]) == ("EnvironmentMismatch", 0)
     own = f"{goes_around.__module__}.Mine.{method}"
     assert f"{method} of paddleformers_fc did not run; the Trainer's own is {own}" in found["text"]
-
-
-@on_ranks(layout=DP2)
-def test_a_resume_that_bypasses_this_package_stops_every_rank_before_a_step(
-    layout: MatrixLayout, tmp_path: Path
-) -> None:
-    trained(layout, tmp_path, {"max_steps": 2, "save_steps": 2})
-    resume = str(tmp_path / "checkpoint-2")
-    found = goes_around(layout, str(tmp_path), "_load_flex_checkpoint", "subclass", resume)
-    assert (found["error"], found["step"]) == ("EnvironmentMismatch", 0)
-    assert "_load_flex_checkpoint of paddleformers_fc did not run" in found["text"]
 
 
 @on_ranks(layout=SINGLE)
