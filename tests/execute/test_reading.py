@@ -513,25 +513,6 @@ def test_an_interrupt_joins_threads_and_closes_files(tmp_path: Path, threads: in
     assert not reached.is_set(), "4 GiB were not read to the end"
 
 
-def test_signals_during_reads_change_nothing(tmp_path: Path) -> None:
-    values = matrix(tmp_path, 2048, 4096)
-    part = Box((0, 1024), (2048, 1536))
-    items = [item_of(values.shape, part, (1, 0)), item_of(values.shape, part, (0, 1), "v")]
-    seen: list[int] = []
-    before = signal.signal(signal.SIGALRM, lambda number, frame: seen.append(number))
-    suite = signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
-    try:
-        slots = empty_slots(items)
-        execute_reads(plan_of(items), tmp_path, slots, ReadOptions(threads=1))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, *suite)  # The limit of the suite.
-    assert seen
-    assert slots[ROLE, "w"].array.tobytes() == values[:, 1024:1536].T.tobytes()
-    assert slots[ROLE, "v"].array.tobytes() == values[:, 1024:1536].tobytes()
-
-
 @pytest.mark.usefixtures("nothing_left")
 def test_pairs_that_differ_anywhere_are_found(tmp_path: Path) -> None:
     values = matrix(tmp_path, 1000, 1024)

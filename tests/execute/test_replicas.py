@@ -166,26 +166,6 @@ def test_a_big_tensor_balances_the_bytes_of_its_writers_without_tiny_cuts() -> N
     assert [[piece.shard.name for piece in pieces] for pieces in given] == [["own"], ["nearly"], ["big"]]
 
 
-def test_the_shards_of_a_job_are_numbered_by_role_and_name_and_decoded_as_they_were() -> None:
-    flat = Shard("a.moment", "float32", (3, 4), whole((3, 4)), (2, 7))
-    one = held(tensor("a", 3 * MEBI, 4), tensor("b", 7), tensor("c", 5 * MEBI, 3))
-    other: RankShards = {**held(tensor("b", 7), tensor("a", 2)), "optimizer_state": {"a.moment": flat}, "empty": {}}
-    job = job_of([one, other, one, {}])
-    assert [[job[number] for number in numbers] for numbers in job.held] == [
-        [(role, shard) for role, shards in roles.items() for shard in shards.values()]
-        for roles in (one, other, one, {})
-    ]
-    assert job.held[0] is job.held[2]
-    shapes = {
-        role: {name: [job[number][1].global_shape for number in numbers] for name, numbers in job.tensors(role)}
-        for role in ("model_state", "optimizer_state", "empty")
-    }
-    weights = {"a": [(3 * MEBI, 4), (2,)], "b": [(7,)], "c": [(5 * MEBI, 3)]}
-    assert shapes == {"model_state": weights, "optimizer_state": {"a.moment": [(3, 4)]}, "empty": {}}
-    assert [job.holders("model_state", name) for name in "abcd"] == [[0, 1, 2], [0, 1, 2], [0, 2], []]
-    assert job.holders("optimizer_state", "a") == []
-
-
 def test_the_writer_assignment_message_does_not_grow_with_equal_ranks() -> None:
     one = held(*(tensor(f"layers.{number}", 3 * MEBI, 4) for number in range(100)))
     few, many = (msgspec.msgpack.encode(Writers(job_of([one] * ranks)).assignment) for ranks in (8, 64))

@@ -217,14 +217,6 @@ FUSED_NAMES = (
 )
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_user_statements_drop_a_layer_and_the_other_mappings_are_derived(tmp_path: Path, tp: int) -> None:
-    save(tmp_path / "checkpoint-3", canonical(layers=3), 2)
-    statements = [f"model.layers.2.{name}.weight -> _" for name in FUSED_NAMES]
-    two = {name: array for name, array in canonical(layers=3).items() if "layers.2." not in name}
-    load(tmp_path / "checkpoint-3", tp, arrays=two, statements=statements)
-
-
 @pytest.mark.parametrize(("stored", "tp"), [(1, 1), (1, 2), (2, 1)])
 def test_user_statements_move_a_layer_with_its_moments_and_leave_a_new_one_uninitialized(
     tmp_path: Path, stored: int, tp: int

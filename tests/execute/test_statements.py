@@ -13,13 +13,12 @@ from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.errors import MappingError, MismatchError
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
-from paddleformers_fc.families import family_for
-from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from paddleformers_fc.plan.simulate import SimulatedModel
 from tests.execute.simulated import succeed
 from tests.families.spaces import model_of
 from verification import simulate_ranks
+from verification.simulate_ranks import save_model
 
 TINY = {
     "hidden_size": 16,
@@ -46,16 +45,7 @@ NORM = "model.norm.weight"
 
 def laid_out(grid: str, config: Mapping[str, Any]) -> SimulatedModel:
     """A tiny model in bfloat16 over a grid."""
-    return declared_model(family_for(config), model_of(config), parse_grid(grid), "bfloat16")
-
-
-def saved(directory: Path, model: SimulatedModel) -> Path:
-    """A checkpoint of numbers that depend on the tensors' names."""
-    ranks = range(model.grid.world_size)
-    simulate_ranks.save(
-        directory, [simulate_ranks.filled(model.roles(rank), simulate_ranks.value_of) for rank in ranks], model
-    )
-    return directory
+    return simulate_ranks.laid_out(model_of(config), grid)
 
 
 def load_with(
@@ -94,13 +84,19 @@ def bits(held: Sequence[simulate_ranks.Roles]) -> list[tuple[str, str, bytes]]:
 def test_mappings_without_a_statement_are_derived_if_the_models_names_differ(
     tmp_path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any], before: str, after: str
 ) -> None:
-    checkpoint, model = saved(tmp_path / "checkpoint-1", laid_out(before, stored)), laid_out(after, wanted)
+    checkpoint, model = (
+        save_model(tmp_path / "checkpoint-1", laid_out(before, stored)),
+        laid_out(after, wanted),
+    )
     found = load_with(checkpoint, model, [f"{NORM} -> {NORM}"])
     assert bits(found) == bits(simulate_ranks.load(checkpoint, model))
 
 
 def test_a_tensor_that_a_statement_removes_is_not_derived(tmp_path: Path) -> None:
-    checkpoint, model = saved(tmp_path / "checkpoint-1", laid_out("tp=2", {**LLAMA, **FUSED})), laid_out("tp=2", LLAMA)
+    checkpoint, model = (
+        save_model(tmp_path / "checkpoint-1", laid_out("tp=2", {**LLAMA, **FUSED})),
+        laid_out("tp=2", LLAMA),
+    )
     with pytest.raises(MappingError, match=r"model.layers.0.mlp.gate_proj.weight: \[0:16, 0:32\] is not written"):
         load_with(checkpoint, model, ["model.layers.0.mlp.gate_up_fused_proj.weight -> _"])
 
@@ -121,7 +117,10 @@ def test_heads_that_would_mix_queries_with_keys_are_refused(
 ) -> None:
     fused, single = {**LLAMA, **FUSED}, LLAMA
     stored, wanted = (fused, single) if reverse else (single, fused)
-    checkpoint, model = saved(tmp_path / "checkpoint-1", laid_out("tp=2", stored)), laid_out("pp=2", wanted)
+    checkpoint, model = (
+        save_model(tmp_path / "checkpoint-1", laid_out("tp=2", stored)),
+        laid_out("pp=2", wanted),
+    )
     layer = "model.layers.$LAYER_ID.self_attn."
     statement = (
         f"{layer}q_proj.weight, {layer}k_proj.weight, {layer}v_proj.weight -> {layer}qkv_proj.weight, {attribute}"
@@ -138,7 +137,7 @@ def test_heads_that_would_mix_queries_with_keys_are_refused(
 
 
 def test_a_model_of_other_heads_is_refused_unless_statements_leave_all_attention_out(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path / "checkpoint-1", laid_out("tp=2", LLAMA))
+    checkpoint = save_model(tmp_path / "checkpoint-1", laid_out("tp=2", LLAMA))
     other = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     model = laid_out("tp=2", {**LLAMA, **other})
     with pytest.raises(MismatchError, match="num_attention_heads: stored 8, expected 4"):

@@ -13,11 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from paddleformers_fc.families import ModelDescription, family_for
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.registry import tiny_models
-from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from tests.families.spaces import BY_NAME
 from tests.formats import page_reader
@@ -44,11 +42,7 @@ def by_the_package(directory: Path) -> Digests:
 
 def save_simulated(directory: Path, grid: str, described: ModelDescription = simulate_ranks.QWEN3_MOE) -> Path:
     """Save a tiny model under a grid."""
-    model = declared_model(family_for(described.config), described, parse_grid(grid), "bfloat16")
-    ranks = range(model.grid.world_size)
-    held = [simulate_ranks.filled(model.roles(rank), value_of) for rank in ranks]
-    simulate_ranks.save(directory, held, model)
-    return directory
+    return simulate_ranks.save_model(directory, simulate_ranks.laid_out(described, grid), value_of)
 
 
 def value_of(role: str, shard: Shard) -> np.ndarray[Any, Any]:

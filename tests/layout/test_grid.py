@@ -99,13 +99,6 @@ def test_tensor_parallel_ranks_are_neighbours_and_the_topology_orders_the_rest()
     assert first.coordinates(2) == Coordinates(dp=0, sharding=1, pp=0, tp=0, ep=0, moe_sharding=1)
 
 
-def test_a_pipeline_is_between_the_two_parts_of_the_sharding_axis() -> None:
-    grid = ParallelGrid(pp=2, sharding=4, split=True, ep=2)
-    assert [grid.coordinates(rank).sharding for rank in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
-    assert [grid.coordinates(rank).pp for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [grid.coordinates(rank).ep for rank in range(8)] == [0, 1] * 4
-
-
 def test_stage_3_may_cut_every_parameter() -> None:
     assert parse_grid("sharding=2,stage=3,slice_above=0").slice_above == 0
 

@@ -86,27 +86,9 @@ def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
     assert "layers.2.w: stored float16, expected float32" in text
 
 
-def test_missing_states_of_many_layers_are_one_line(tmp_path: Path) -> None:
-    rules = as_stored(*(f"layers.{i}.w" for i in range(4)))
-    catalog = stored(tmp_path, {name: np.zeros((4, 2), np.float32) for name in rules.targets}, 1)
-    states = [full(f"{name}.{state}_0", 4, 2) for name in rules.targets for state in ("moment1", "moment2")]
-    report = plan_of(catalog, rules, *states, role="optimizer_state").report
-    assert report.evidence()[1:] == ["  layers.{0...3}.w (moment1_0, moment2_0)"]
-
-
 def test_a_tensor_that_nothing_is_mapped_to_is_missing(tmp_path: Path) -> None:
     catalog = stored(tmp_path, {"q": np.zeros((8, 6), np.float32)}, 1)
     assert reported(plan_of(catalog, RuleSet({}, ()), full("q", 8, 6)).report) == {"missing": {"q"}}
-
-
-def test_a_hole_in_what_is_stored_is_found_before_anything_is_read(tmp_path: Path) -> None:
-    catalog = stored(tmp_path, {"q": np.zeros((8, 6), np.float32)}, 2)
-    tensor = catalog.roles["model_state"]["q"]
-    holed = stored_tensor("q", "float32", (8, 6), tensor.fragments[:1])
-    assert list(holed.faults()) == ["q: [4:8, 0:6] is not stored"]
-    rules = RuleSet({"w": TensorSpec((6, 8), "float32")}, (Rule(("q",), ("w",), (8,), 1, (1, 0)),))
-    plan = plan_of(Catalog(tmp_path, {"model_state": {"q": holed}}), rules, full("w", 6, 8))
-    assert "w: [0:6, 4:8] of [0:6, 0:8] is not written" in plan.report.of("coverage")
 
 
 def test_a_hole_is_reported_under_every_name_that_it_is_met_under(tmp_path: Path) -> None:

@@ -171,29 +171,19 @@ LARGE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("grid", "planned", "seconds", "largest"),
-    [
-        ("tp=8,pp=8,sharding=16,ep=16,split=true", 1024, 30, 10e9),
-        ("tp=8,pp=8,sharding=160,ep=64,split=true", 10_240, 60, 4e9),
-    ],
-    ids=["1,024", "10,240"],
-)
 @on_ranks(1, server="bare_ranks")
-def test_thousands_of_ranks_of_a_large_model_are_planned_in_a_minute_of_one_core(
-    grid: str, planned: int, seconds: float, largest: float
-) -> None:
+def test_10240_ranks_of_a_large_model_are_planned_in_a_minute_of_one_core() -> None:
     stored = checkpoint_of(laid_out("tp=4,pp=4,sharding=16,ep=64,split=true", config=LARGE))
     started = time.process_time()
-    model = laid_out(grid, config=LARGE)
+    model = laid_out("tp=8,pp=8,sharding=160,ep=64,split=true", config=LARGE)
     source, report = resume_source(stored, model.rules)
     found = PlannedLoad(source, model, report).plan()
-    assert time.process_time() - started < seconds
+    assert time.process_time() - started < 60
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4 << 30
-    assert len(found.ranks) == planned
+    assert len(found.ranks) == 10_240
     assert 299e9 < sum(math.prod(tensor.shape) for tensor in model.tensors) < 300e9
     # Each rank has the weights of its stage and experts, and a share of the states; the states are held once.
-    assert max(rank.bytes for rank in found.ranks) < largest
+    assert max(rank.bytes for rank in found.ranks) < 4e9
     assert 1 <= found.amplification < 1.2
 
 

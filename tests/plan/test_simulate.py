@@ -28,16 +28,13 @@ from verification.forkserver import ForkServer
 TIED = {"tie_word_embeddings": True}
 ERNIE = "ernie4_5_moe"
 LLAMA_LAYOUTS = [
-    *(tiny.SINGLE, tiny.DP2, tiny.TP2, tiny.PP2, tiny.SD2V1, tiny.SD2V2, tiny.TP2PP2, tiny.SD2S2, tiny.SD2S3),
+    *(tiny.DP2, tiny.SD2V1, tiny.SD2V2, tiny.TP2PP2, tiny.SD2S2, tiny.SD2S3, tiny.TP2SD2V2),
     *(replace(layout, bf16=True) for layout in (tiny.SD2V2, tiny.SD2V1, tiny.SD2S3)),
-    *(tiny.TP2SD2V2, tiny.PP2SD2V2),
     MatrixLayout("tp2sd2v1", nproc=4, tp=2, sharding=2),
-    MatrixLayout("tp2sd2stage2", nproc=4, tp=2, sharding=2, stage=2),
     MatrixLayout("tp2pp2sd2v2", nproc=8, tp=2, pp=2, sharding=2, split_param=True),
 ]
 ERNIE_LAYOUTS = [
-    *(tiny.SINGLE, tiny.TP2, tiny.PP2, tiny.SD2V1, tiny.SD2V2, tiny.EP2, tiny.SD2S2, tiny.TP2EP2PP2),
-    replace(tiny.SD2V2, bf16=True),
+    *(tiny.SD2V1, tiny.EP2, tiny.SD2S2, tiny.TP2EP2PP2, replace(tiny.SD2V2, bf16=True)),
     MatrixLayout("tp2ep2", nproc=2, tp=2, ep=2),
     MatrixLayout("sd4ep2", nproc=4, sharding=4, split_param=True, ep=2),
     MatrixLayout("sd2tp2ep2", nproc=4, tp=2, sharding=2, split_param=True, ep=2),
