@@ -287,17 +287,6 @@ def test_copies_of_another_shape_or_dtype_are_diverged() -> None:
     assert tie.differences == ["model_state one: bfloat16 [4, 2], owner: float32 [4, 2]"]
 
 
-def test_a_diverged_checkpoint_is_never_the_newest_on_any_disk(tmp_path: Path) -> None:
-    places = [tmp_path / "disk-0", tmp_path / "disk-1"]
-    for step, change in ((3, None), (4, flip(LM_HEAD))):
-        save([place / f"checkpoint-{step}" for place in places], "pp=2", change, step=step)
-    warnings: list[str] = []
-    found = succeed(2, lambda channel: require_newest(Search(places[channel.rank], channel, warnings.append)))
-    assert [one.path for one in found] == [place / "checkpoint-3" for place in places]
-    assert "checkpoint-4" in warnings[0]
-    assert f"model_state {LM_HEAD} on rank 1, {EMBEDDING} on rank 0" in warnings[0]
-
-
 def test_if_all_checkpoints_are_diverged_an_automatic_resume_takes_none(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", "pp=2", flip(LM_HEAD))
     with pytest.raises(NotACheckpoint):
