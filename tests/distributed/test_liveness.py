@@ -19,7 +19,6 @@ from paddleformers_fc.distributed.communicator import (
     EXIT_CODE,
     KEY_PREFIX,
     MAX_FINAL_WAIT_SECONDS,
-    Communicator,
     Liveness,
     job_communicator,
 )
@@ -324,15 +323,6 @@ Communicator(Deaf(), 0.05, None).gather("a test", b"")
 """
 
 
-class Echo:
-    """Two ranks with equal messages."""
-
-    rank, world_size = 1, 2
-
-    def gather(self, doing: str, payload: bytes, *_: object) -> list[bytes]:
-        return [payload, payload]
-
-
 @pytest.mark.parametrize("errors_go_to", ["sys.stderr", "io.StringIO()", "None", "closed()"])
 def test_a_rank_that_waits_too_long_reports_it_wherever_errors_go_and_ends(errors_go_to: str) -> None:
     redirected = f"""
@@ -350,11 +340,6 @@ sys.stderr = {errors_go_to}
     assert "Rank 3 has waited 0.05 s for the other ranks and ends its process." in ended.stderr
     assert "raise flex_timeout" in ended.stderr
     assert "in gather" in ended.stderr
-
-
-def test_an_exchange_in_time_is_passed_on() -> None:
-    channel = Communicator(Echo(), LIMIT, None)
-    assert (channel.rank, channel.world_size, channel.gather("a test", b"x")) == (1, 2, [b"x", b"x"])
 
 
 def test_a_process_alone_opens_no_communicator() -> None:

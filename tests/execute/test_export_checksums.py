@@ -23,7 +23,6 @@ from paddleformers_fc.execute.digest import PieceBatch
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.live_export import save_weights
 from paddleformers_fc.execute.save import config_bytes
-from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, read_checksums
 from tests.cli.support import alter
@@ -35,7 +34,6 @@ from tests.execute.simulated import (
     Arrays,
     attempt,
     attempt_save,
-    canonical,
     flip,
     live,
     open_weights,
@@ -136,6 +134,7 @@ def test_every_exported_file_is_recorded_as_it_is_on_disk(tmp_path: Path, bound:
     found = {path.relative_to(tmp_path / "hf").as_posix() for path in (tmp_path / "hf").rglob("*") if path.is_file()}
     assert found == {*checksums, CHECKSUMS_NAME}
     assert {"config.json", *TOKENIZER} < found
+    assert not any(name.startswith("trainer/") for name in found)
     for name, checksum in checksums.items():
         hasher = BlockHasher()
         hasher.update((tmp_path / "hf" / name).read_bytes())
@@ -171,18 +170,6 @@ def test_an_export_ends_if_a_piece_that_a_later_one_is_hashed_after_cannot_be_re
     with pytest.raises(StorageError, match="The disk is gone"):
         paddleformers_fc.open(source).export(tmp_path / "hf", md5=True)
     assert not (tmp_path / "hf").exists()
-
-
-@pytest.mark.parametrize("in_place", [True, False], ids=["exchanged", "file by file"])
-def test_an_export_over_an_older_one_replaces_its_checksums(tmp_path: Path, in_place: bool) -> None:
-    target = tmp_path / "hf"
-    export_checkpoint(save(tmp_path / "checkpoint-3"), target, 4000)
-    if not in_place:
-        (target / "checkpoint-3").mkdir()
-    export_checkpoint(save(tmp_path / "checkpoint-4", arrays=canonical(seed=1)), target)
-    assert {*(read_checksums(target) or {})} == {"config.json", "model.safetensors", *TOKENIZER}
-    assert not (target / "trainer").exists()
-    open_huggingface(target, "full")
 
 
 # ---- What a load refuses.

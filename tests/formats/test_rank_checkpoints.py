@@ -286,15 +286,6 @@ def test_different_copies_are_refused_unless_one_is_chosen(runs: Runs, tmp_path:
         assert np.array_equal(paddleformers_fc.open(target).read(name), expected)
 
 
-def test_a_model_is_filled_from_files_without_a_configuration(ranks: ForkServer, runs: Runs, tmp_path: Path) -> None:
-    stock, target = runs("tp2", WAYS["canonical"]), tmp_path / "filled/checkpoint-3"
-    bare = copied(stock, tmp_path / "bare")
-    (bare / "config.json").unlink()
-    given = {"layout": parse_layout("dp1").to_json(), "output_dir": str(tmp_path / "filled/run"), "model": {}}
-    ranks.run("tests.trainer.loop_jobs:run", 1, {**given, "target": str(target), "source": str(bare)})
-    assert compare_checkpoints(open_checkpoint(stock), open_checkpoint(target)).equal
-
-
 # ---- What is refused.
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import family_for
-from paddleformers_fc.families.enumerate import built_order
 from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.layout.grid import ParallelGrid, parse_grid
 from paddleformers_fc.layout.live import describe_roles
@@ -244,17 +243,3 @@ def test_ranks_that_differ_only_in_a_replica_share_their_work() -> None:
     assert first == second
     assert all(first[name] is second[name] for name in first)
     assert isinstance(model, SimulatedModel)
-
-
-def test_modules_are_built_in_the_order_of_the_classes() -> None:
-    names = ("lm_head.weight", "model.norm.weight", "model.layers.1.input_layernorm.weight", "model.layers.1.q.weight")
-    more = ("model.layers.0.q.weight", "model.layers.1.q.bias", "model.embed_tokens.weight")
-    assert built_order((*names[1:], *more, names[0])) == [
-        "model.embed_tokens.weight",
-        "model.layers.0.q.weight",
-        "model.layers.1.q.weight",
-        "model.layers.1.q.bias",
-        "model.layers.1.input_layernorm.weight",
-        "model.norm.weight",
-        "lm_head.weight",
-    ]
