@@ -446,26 +446,6 @@ def test_too_many_open_files_are_reported_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_as_many_tasks_are_under_way_as_there_are_threads_and_one_of_them_is_the_callers(count: int) -> None:
-    by: list[threading.Thread] = []
-    barrier = threading.Barrier(count)
-
-    def work(take: Callable[[], int | None]) -> int:
-        total = 0
-        while (found := take()) is not None:
-            by.append(threading.current_thread())
-            barrier.wait(LIMIT)
-            total += found
-        return total
-
-    with ThreadPoolExecutor(count) as pool:
-        assert run_workers(pool, count, iter([1] * count), work) == count
-    assert threading.current_thread() in by
-    assert len(set(by)) == count
-
-
-@pytest.mark.usefixtures("nothing_left")
 def test_one_task_wakes_no_thread(tmp_path: Path) -> None:
     values = matrix(tmp_path, 4, 4)
     items = rows_of(*values.shape)

@@ -129,12 +129,6 @@ def test_one_reader_is_found_for_every_range_even_by_bytes() -> None:
     assert {found[one] for one in parts[1:3]} == {1 - found[parts[0]]}
 
 
-def test_many_receivers_make_small_pieces() -> None:
-    moves = [Transfer(part("a", 1000, dtype="int8"), 0, tuple(range(11)))]
-    schedule = schedule_rounds(moves, 0, limit=100)
-    assert {piece.size for pieces in schedule.rounds for piece in pieces} == {10}
-
-
 @given(
     st.lists(st.integers(1, 5), max_size=4).flatmap(lambda shape: st.tuples(st.just(tuple(shape)), st.integers(1, 30)))
 )
