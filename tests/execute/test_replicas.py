@@ -166,13 +166,6 @@ def test_a_big_tensor_balances_the_bytes_of_its_writers_without_tiny_cuts() -> N
     assert [[piece.shard.name for piece in pieces] for pieces in given] == [["own"], ["nearly"], ["big"]]
 
 
-def test_the_writer_assignment_message_does_not_grow_with_equal_ranks() -> None:
-    one = held(*(tensor(f"layers.{number}", 3 * MEBI, 4) for number in range(100)))
-    few, many = (msgspec.msgpack.encode(Writers(job_of([one] * ranks)).assignment) for ranks in (8, 64))
-    # Of each rank: a difference, its load and the number of a pattern.
-    assert len(many) - len(few) == 3 * (64 - 8) + 6
-
-
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
 
 
@@ -233,15 +226,6 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
     for held_by_one in everyone:
         for name, shard in held_by_one["model_state"].items():
             assert sorted(np.concatenate(written[name])) == sorted(elements(shard))
-
-
-def test_a_tensor_is_cut_between_rows_where_a_file_ends() -> None:
-    tensors = (tensor("a", 10, 5), tensor("b", 1, 3, 50, dtype="bfloat16"))
-    files = pack_files([ShardPart("model_state", shard, 0) for shard in tensors], 80)
-    assert [str(one.shard.box) for file in files for one in file][:4] == [
-        *("[0:4, 0:5]", "[4:8, 0:5]", "[8:10, 0:5]", "[0:1, 0:1, 0:50]")
-    ]
-    assert [file[0].nbytes for file in files] == [80, 80, 40, 100, 100, 100]
 
 
 def test_wide_dtypes_come_first_and_files_hold_no_more_tensors_than_a_header_should(
