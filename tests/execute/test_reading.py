@@ -334,24 +334,6 @@ def host_slots(log: list[tuple[str, HostSlot]]) -> dict[tuple[str, str], HostSlo
     return {(ROLE, str(row)): HostSlot(np.zeros(1000, np.float32), log) for row in range(40)}
 
 
-def test_host_arrays_are_bounded_travel_while_the_next_are_read_and_have_all_arrived_at_the_end(tmp_path: Path) -> None:
-    values, log = matrix(tmp_path, 40, 1000), list[tuple[str, HostSlot]]()
-    slots, items = host_slots(log), rows_of(*values.shape)
-    options = ReadOptions(threads=1, staging_memory_bytes=2 * IMAGE_BYTES + 16_000)
-    execute_reads(plan_of(items), tmp_path, slots, options)
-    assert all(slots[ROLE, str(row)].target.tobytes() == values[row].tobytes() for row in range(40))
-    held, travelling = counted(log)
-    met = [count for (call, _), count in zip(log, travelling, strict=False) if call == "open"]
-    assert met == [0, 0, *[2] * 38], "groups of two, each read while the one before it travels"
-    assert (max(held), held[-1], travelling[-1]) == (16_000, 0, 0)
-    slots[ROLE, "large"] = HostSlot(np.zeros(40_000, np.float32), log)
-    large = item_of(values.shape, whole(values.shape), (1, 0), "large")
-    execute_reads(plan_of([*items, large]), tmp_path, slots, options)
-    assert slots[ROLE, "large"].target.tobytes() == values.T.tobytes()
-    held, travelling = counted(log)
-    assert (max(held), held[-1], travelling[-1]) == (160_000, 0, 0), "what is larger than the bound passes alone"
-
-
 def test_nothing_is_sent_after_a_failed_read(tmp_path: Path) -> None:
     values, log = matrix(tmp_path, 40, 1000), list[tuple[str, HostSlot]]()
     os.truncate(tmp_path / "matrix", values.nbytes // 2)

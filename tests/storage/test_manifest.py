@@ -420,27 +420,6 @@ def test_an_unfinished_or_removed_directory_never_counts_even_if_it_is_complete(
     assert newest_checkpoint(tmp_path) == (None, [])
 
 
-@pytest.mark.parametrize(
-    ("circle", "reason"),
-    [
-        ("", "has no flex_checkpoint.json"),
-        (MANIFEST_NAME, "has no flex_checkpoint.json"),
-        (WEIGHTS, f"{WEIGHTS} is missing"),
-        ("model_state", f"{WEIGHTS} is missing"),
-    ],
-    ids=["its own", "the manifest", "a file", "a directory of files"],
-)
-def test_a_checkpoint_with_a_symlink_loop_is_skipped(tmp_path: Path, circle: str, reason: str) -> None:
-    for step in (1, 2):
-        save(tmp_path / f"checkpoint-{step}", step)
-    newer = tmp_path / "checkpoint-2"
-    (newer / circle).rename(tmp_path / "elsewhere")
-    (newer / circle).symlink_to(newer / circle)
-    found, ((passed, why),) = newest_checkpoint(tmp_path)
-    assert (found, passed) == (tmp_path / "checkpoint-1", newer)
-    assert reason in why
-
-
 def test_a_link_to_a_missing_disk_is_not_skipped_silently(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-1", 1)
     (tmp_path / "checkpoint-2").symlink_to(tmp_path / "unmounted" / "checkpoint-2")

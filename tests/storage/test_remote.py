@@ -33,7 +33,7 @@ from paddleformers_fc.storage.remote_writes import (
     remove_remote,
     write_remote,
 )
-from paddleformers_fc.storage.safetensors import FileLayout, TensorWriter, read_header
+from paddleformers_fc.storage.safetensors import FileLayout, TensorWriter
 from tests.harness.limits import LIMIT
 from tests.storage.buckets import CREDENTIALS, Bucket
 from tests.storage.serving import Served, serving
@@ -255,13 +255,10 @@ def test_credentials_are_in_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.__suppress_context__
 
 
-def test_a_checkpoint_of_a_store_is_verified_at_every_level(served: Served, memory: RemotePath, tmp_path: Path) -> None:
+def test_damage_at_a_store_is_found_at_its_level(memory: RemotePath, tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", 7)
-    for directory in (at(served, "checkpoint-3"), upload(tmp_path / "checkpoint-3", memory / "checkpoint-3")):
-        listed = read_manifest(directory)
-        for level in ("off", "size", "full"):
-            verify_files(directory, listed, level)
-        assert read_header(directory / WEIGHTS).tensors.keys() == {"a", "b"}
+    listed = read_manifest(upload(tmp_path / "checkpoint-3", memory / "checkpoint-3"))
+    verify_files(memory / "checkpoint-3", listed, "full")
     damaged = bytearray((tmp_path / "checkpoint-3" / WEIGHTS).read_bytes())
     damaged[-1] ^= 1
     put(memory, f"checkpoint-3/{WEIGHTS}", bytes(damaged))
@@ -367,7 +364,6 @@ def test_changes_of_another_client_after_a_listing_are_seen(bucket: Bucket) -> N
 def test_a_missing_object_is_named(bucket: Bucket, tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", 7)
     directory = bucket.upload(tmp_path / "checkpoint-3")
-    listed = read_manifest(directory)
     with RangeReader() as reader:
         reader.read_into(directory / STATE, 0, bytearray(1))
         bucket.remove(f"checkpoint-3/{STATE}")
@@ -375,8 +371,6 @@ def test_a_missing_object_is_named(bucket: Bucket, tmp_path: Path) -> None:
             reader.read_into(directory / STATE, 0, bytearray(1))
     with pytest.raises(Corrupt, match=f"{directory}/{STATE} is missing"):
         read_file(directory / STATE)
-    with pytest.raises(Corrupt, match=f"{STATE} is missing"):
-        verify_files(directory, listed, "size")
     bucket.remove(f"checkpoint-3/{MANIFEST_NAME}")
     with pytest.raises(NotACheckpoint, match=f"no {MANIFEST_NAME}"):
         read_manifest(directory)
