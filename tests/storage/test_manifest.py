@@ -17,7 +17,6 @@ import xxhash
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError, StorageError
 from paddleformers_fc.storage import block_checksums as blocks_module, executor, manifest as manifest_module
 from paddleformers_fc.storage.checksum import BlockHasher, FileChecksum, FileRecord, records_of
-from paddleformers_fc.storage.commit import hidden_name
 from paddleformers_fc.storage.files import write_file
 from paddleformers_fc.storage.manifest import (
     MANIFEST_NAME,
@@ -28,7 +27,7 @@ from paddleformers_fc.storage.manifest import (
     verify_files,
     write_manifest,
 )
-from paddleformers_fc.storage.paths import ASIDE, REMOVED, UNFINISHED
+from paddleformers_fc.storage.paths import REMOVED, UNFINISHED
 from tests.storage.support import STATE, WEIGHTS, flip, leave, manifest_of, names_in, save, value_of
 
 OPTIONAL = {"differing_replicas", "diverged_ties", "origin", "run"}
@@ -385,15 +384,6 @@ def test_damaged_and_empty_checkpoints_are_skipped_with_the_reason(tmp_path: Pat
     assert skipped[-1][1] == f"checkpoint-2 is damaged: 1 fault found: {WEIGHTS} is missing", "without its whole path"
 
 
-def test_a_checkpoint_whose_name_contradicts_its_step_is_skipped(tmp_path: Path) -> None:
-    for step in (3, 4):
-        save(tmp_path / f"checkpoint-{step}", step)
-    (tmp_path / "checkpoint-3").rename(tmp_path / "checkpoint-10")
-    found, ((skipped, why),) = newest_checkpoint(tmp_path)
-    assert (found, skipped) == (tmp_path / "checkpoint-4", tmp_path / "checkpoint-10")
-    assert why == "checkpoint-10 contains step 3: rename it to checkpoint-3 if that name is free."
-
-
 @pytest.mark.parametrize(
     "name", ["checkpoint-", "checkpoint-x", "checkpoint-5.bak", "xcheckpoint-5", "checkpoint-\u0665"]
 )
@@ -402,16 +392,6 @@ def test_other_names_are_not_checkpoints(tmp_path: Path, name: str) -> None:
     (tmp_path / "checkpoint-5").rename(tmp_path / name)
     (tmp_path / "checkpoint-9").write_text("a file")
     assert newest_checkpoint(tmp_path) == (None, [])
-
-
-def test_a_complete_backup_takes_the_place_of_its_missing_target(tmp_path: Path) -> None:
-    save(tmp_path / "checkpoint-4", 4)
-    save(tmp_path / "checkpoint-5", 5)
-    aside = hidden_name(tmp_path / "checkpoint-5", ASIDE)
-    (tmp_path / "checkpoint-5").rename(aside)
-    assert newest_checkpoint(tmp_path) == (aside, [])
-    save(tmp_path / "checkpoint-5", 6)
-    assert newest_checkpoint(tmp_path) == (tmp_path / "checkpoint-5", [])
 
 
 @pytest.mark.parametrize("state", [UNFINISHED, REMOVED])
