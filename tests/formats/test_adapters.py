@@ -16,7 +16,7 @@ from paddleformers_fc.errors import Corrupt, FlexError, FormatError, MappingErro
 from paddleformers_fc.families import ModelDescription, bind, enumerate_tensors, family_for
 from paddleformers_fc.families.description import Adapters, is_adapter, shared_inputs, with_adapters
 from paddleformers_fc.formats.adapters import PADDLEFORMERS_LORA, PEFT
-from tests.cli.support import run
+from tests.cli.support import md5_of, run
 from tests.formats.damage import assert_refused
 from verification.matrix.tiny import keys
 
@@ -180,7 +180,7 @@ def test_adapters_of_peft_are_equal_after_a_flex_checkpoint_and_back(
     assert done.code == 0, done.err
     assert run("verify", flex).code == 0
     assert (flex / "tokenizer.json").exists()
-    assert run("export", flex, back).code == 0
+    assert run("export", flex, back, "--json").document["md5"] == md5_of([(back / WEIGHTS).read_bytes()])
     one, other = load_file(source / WEIGHTS), load_file(back / WEIGHTS)
     tied = (
         {"base_model.model.lm_head.weight": one["base_model.model.model.embed_tokens.weight"]}
@@ -193,6 +193,10 @@ def test_adapters_of_peft_are_equal_after_a_flex_checkpoint_and_back(
     written = json.loads((back / CONFIG).read_text())
     kept = [leaf for leaf in leaves if leaf.endswith("proj")]
     assert (written["r"], written["lora_alpha"], written["target_modules"]) == (4, 8, sorted(kept))
+    saved = sorted(
+        name.removeprefix("base_model.model.").removesuffix(".weight") for name in other if "lora" not in name
+    )
+    assert (written.get("modules_to_save") or []) == saved
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
 
 
