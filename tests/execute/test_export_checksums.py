@@ -158,6 +158,7 @@ def test_an_export_ends_if_a_piece_that_a_later_one_is_hashed_after_cannot_be_re
 ) -> None:
     monkeypatch.setattr(export_files, "_CACHE_BYTES", 512)
     source, read, begun = save(tmp_path / "checkpoint-3"), PieceBatch.read, threading.Event()
+    threads = set(threading.enumerate())
 
     def fail_first(self: PieceBatch, *given: Any) -> Any:
         if self.pieces[0].is_last or self.pieces[0].begin:
@@ -169,7 +170,8 @@ def test_an_export_ends_if_a_piece_that_a_later_one_is_hashed_after_cannot_be_re
     monkeypatch.setattr(PieceBatch, "read", fail_first)
     with pytest.raises(StorageError, match="The disk is gone"):
         paddleformers_fc.open(source).export(tmp_path / "hf", md5=True)
-    assert not (tmp_path / "hf").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    assert set(threading.enumerate()) <= threads
 
 
 # ---- What a load refuses.

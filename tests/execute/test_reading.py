@@ -29,7 +29,7 @@ from paddleformers_fc.plan.report import Report
 from paddleformers_fc.storage import executor, files
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.executor import IMAGE_BYTES, WINDOW_BYTES, ReadOptions, ReadPool, run_workers
-from paddleformers_fc.storage.operations import MAX_OVER_READ, Memory
+from paddleformers_fc.storage.operations import Memory
 from tests.execute.test_hygiene import traces
 from tests.harness.limits import LIMIT
 from tests.harness.sampling import thorough
@@ -115,29 +115,6 @@ class Stored:
 
     def slots(self) -> dict[tuple[str, str], ArraySlot]:
         return {key: ArraySlot(np.zeros(array.size, array.dtype)) for key, array in self.expected.items()}
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@thorough(200)
-@given(
-    st.lists(wanted(), min_size=1, max_size=6),
-    st.sampled_from([1, 2, 4]),
-    st.sampled_from([1, 100, 4096, 64 << 20]),
-    st.sampled_from([50, WINDOW_BYTES]),
-)
-def test_shards_are_the_same_bits_with_any_options(
-    tmp_path_factory: pytest.TempPathFactory, tensors: list[Wanted], threads: int, staging: int, window: int
-) -> None:
-    root = tmp_path_factory.getbasetemp()
-    stored = Stored(root, tensors)
-    slots = stored.slots()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "WINDOW_BYTES", window)
-        count = execute_reads(plan_of(stored.items), root, slots, ReadOptions(threads, staging))
-    for key, expected in stored.expected.items():
-        assert slots[key].array.tobytes() == expected.tobytes()
-    needed = sum(item.stored.part.volume * dtype_of(item.stored.dtype).itemsize for item in stored.items)
-    assert needed <= count <= MAX_OVER_READ * needed
 
 
 def divisible(array: np.ndarray[Any, Any]) -> ArraySlot:

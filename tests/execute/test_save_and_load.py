@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from paddleformers_fc.distributed.channel import ALONE
-from paddleformers_fc.errors import Corrupt, FormatError, MappingError, MismatchError, StorageError
-from paddleformers_fc.execute import export, export_files
-from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.errors import Corrupt, FormatError, MappingError, MismatchError
 from paddleformers_fc.execute.live_export import save_weights
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
@@ -60,32 +57,6 @@ def test_a_resume_restores_every_bit_under_any_layout(
 ) -> None:
     save(tmp_path / "checkpoint-3", ARRAYS, *stored)
     load(tmp_path / "checkpoint-3", *wanted)
-
-
-@pytest.mark.parametrize("call", ["pwrite", "preadv"])
-def test_an_export_that_fails_in_the_midst_leaves_nothing_and_no_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    monkeypatch.setattr(export_files, "_CACHE_BYTES", 512)
-    save(tmp_path / "checkpoint-3")
-    threads = set(threading.enumerate())
-    original, calls = getattr(os, call), []
-
-    def refuse(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 7:
-            raise OSError(errno.EIO, "refused")
-        return original(*args)
-
-    write = export.write_files
-    # The checkpoint is open and its headers are read when the first file is written.
-    monkeypatch.setattr(export, "write_files", lambda *given: (monkeypatch.setattr(os, call, refuse), write(*given))[1])
-    with pytest.raises(StorageError, match=r"errno 5 \(EIO\)"):
-        export_checkpoint(tmp_path / "checkpoint-3", tmp_path / "hf", 4000)
-    monkeypatch.setattr(os, call, original)
-    assert len(calls) > 6
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
-    assert set(threading.enumerate()) <= threads
 
 
 BESIDE_A_CHECKPOINT = ["checkpoint-3", "config.json", "flex_checksums.json", "model.safetensors"]

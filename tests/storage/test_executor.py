@@ -185,30 +185,6 @@ def test_operations_fill_what_indexing_gives_and_hash_what_is_stored(
 
 
 @thorough(100)
-@given(cases(), st.data())
-def test_a_flipped_bit_is_found_in_its_block(tmp_path_factory: pytest.TempPathFactory, case: Case, data: Any) -> None:
-    path = tmp_path_factory.getbasetemp() / "flipped.bin"
-    values = [numbers_of(one, False) for one in case.stored]
-    checksum = written(path, [(0, array.tobytes()) for array in values], case.block_bytes)
-    raw = bytearray(path.read_bytes())
-    place = data.draw(st.integers(0, len(raw) - 1))
-    raw[place] ^= 1 << data.draw(st.integers(0, 7))
-    path.write_bytes(raw)
-    outs = [np.zeros(array.shape, array.dtype) for array in values]
-    operations, begin = [], 0
-    for array, out in zip(values, outs, strict=True):
-        whole = Wanted(0, (0,) * array.ndim, array.shape, array.dtype, (), (), 0)
-        made = operation_of(path, begin, array, whole, out)
-        operations += [] if made is None else [made]
-        begin += array.nbytes
-    blocks = {path: OwnedBlocks(checksum, frozenset(range(checksum.count)))}
-    with ReadPool(case.options) as pool:
-        pool.run(operations, blocks)
-        pool.hash_rest(blocks)
-    assert blocks[path].differing == {place // case.block_bytes}
-
-
-@thorough(100)
 @given(st.data())
 def test_numbers_with_scales_are_multiplied_and_cast_once(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "scaled.bin"
