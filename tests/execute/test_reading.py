@@ -1,4 +1,4 @@
-"""Carrying out plans: the same bits with any threads, staging and over-read, and nothing left behind by a failure."""
+"""Carrying out plans: items and pieces fill what they are to fill, and nothing is left behind by a failure."""
 
 from __future__ import annotations
 

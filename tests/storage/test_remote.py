@@ -310,7 +310,7 @@ def test_a_slice_of_long_rows_reads_what_it_needs_and_one_of_short_rows_is_few_r
     (tmp_path / "matrix").write_bytes(whole.tobytes())
     width = columns // (4 if first else 2)
     for out in (np.zeros((rows, width), np.uint8), np.zeros((width, rows), np.uint8).T):
-        served.forget()
+        served.ranges.clear()
         strides = row_major(whole.shape, 1), out.strides
         made = strided(at(served, "matrix"), first, out.shape, strides, (out.dtype, out.dtype), out.ctypes.data, out)
         assert made is not None
