@@ -116,18 +116,6 @@ def outcomes(board: Counters, ranks: int, work: Callable[[Met], Any], patience: 
     return timed(board, ranks, lambda channel, _: work(with_board(channel, board, patience)))
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
-def test_ranks_that_all_come_exchange_as_often_as_they_like(ranks: int) -> None:
-    board = Counters()
-    for _ in range(3):  # Three operations, each with a channel of its own.
-        found = outcomes(
-            board, ranks, lambda channel: [channel.gather("a test", b"%d" % channel.rank) for _ in range(4)]
-        )
-        assert found == [[[b"%d" % rank for rank in range(ranks)]] * 4] * ranks
-    assert board.numbers["flex/arrivals"] == 12 * ranks
-    assert board.texts == {f"flex/outcome/{number}": "" for number in range(12)}
-
-
 def test_a_lost_channel_leaves_one_with_another_prefix_usable() -> None:
     board = Counters()
 

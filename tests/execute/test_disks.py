@@ -66,6 +66,7 @@ def test_files_on_two_disks_are_read_by_those_that_see_them(
 ) -> None:
     reports = load(disks(tmp_path, stored), tp, sharded, verify, once)
     assert all(report.bytes_received for report in reports)
+    assert {report.bytes_hashed > 0 for report in reports} == {verify == "full"}
 
 
 def test_ranks_that_share_disks_take_what_they_see_and_get_the_rest(tmp_path: Path) -> None:

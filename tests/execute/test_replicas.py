@@ -96,15 +96,6 @@ def test_differences_that_exceed_a_message_are_still_reported(
     assert (tmp_path / "checkpoint-3").exists() == (way == "warn")
 
 
-def test_a_shard_on_a_single_rank_is_not_a_replica() -> None:
-    shard = Shard("a", "float32", (4,), whole((4,)))
-    other = Shard("b", "float32", (4,), whole((4,)))
-    everyone = [{"model_state": {"a": shard, "b": other}}, {"model_state": {"a": shard}}, {"model_state": {}}]
-    assignment = Writers(decode_shards([encode_rank_shards(roles) for roles in everyone])).assignment
-    found = [assignment.share_of(rank, roles)[1] for rank, roles in enumerate(everyone)]
-    assert [[(one.shard.name, one.holders) for one in replicas] for replicas in found] == [[("a", 2)], [("a", 2)], []]
-
-
 @pytest.mark.parametrize(("rows", "row", "holders"), [(1 << 20, 1, 4), (700, 4096, 3), (5, 1 << 20, 16)])
 def test_each_save_hashes_one_part_of_a_large_replica_and_every_row_in_turn(rows: int, row: int, holders: int) -> None:
     replica = Replica("model_state", Shard("a", "float32", (rows, row), whole((rows, row))), holders, 0)

@@ -9,7 +9,6 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -129,18 +128,6 @@ def test_a_long_range_comes_in_parts_at_a_time(
         files.read_into(file, 100, buffer)
     assert bytes(buffer) == CONTENT[100:9600]
     assert sorted(length for _, _, length in served.ranges) == [500, *[1000] * 9]
-
-
-def test_many_threads_read_one_file_through_one_file_system(memory: RemotePath, data: RemotePath) -> None:
-    for path in (put(memory, "data", CONTENT), data):
-        with RangeReader() as reader, ThreadPoolExecutor(16) as pool:
-
-            def read(offset: int, reader: RangeReader = reader, path: RemotePath = path) -> bool:
-                buffer = bytearray(5000)
-                reader.read_into(path, offset, buffer)
-                return bytes(buffer) == CONTENT[offset : offset + 5000]
-
-            assert all(pool.map(read, range(0, 95_000, 501)))
 
 
 @pytest.mark.parametrize(("offset", "got"), [(4000, 96), (4096, 0), (9999, 0)])
