@@ -98,15 +98,6 @@ def test_variants_that_change_the_base_and_values_that_contradict_each_other_are
     assert (message or f"{key}: {value!r}") in refused.value.render()
 
 
-@pytest.mark.parametrize("name", ["..", "../peft_model.safetensors", "\ud800", 3])
-def test_an_index_that_lists_a_file_outside_its_directory_is_refused_with_a_next_step(
-    tmp_path: Path, name: str | int
-) -> None:
-    index = paddleformers(tmp_path) / "peft_model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {f"{PROJECTION}.lora_A": name}}))
-    assert_refused(lambda: PADDLEFORMERS_LORA.open(tmp_path), FormatError, "The index")
-
-
 @pytest.mark.parametrize(("scaling", "rslora"), [(2.0, False), (4.0, True), (None, False)])
 def test_a_scaling_of_the_rank_and_alpha_is_read(tmp_path: Path, scaling: float | None, rslora: bool) -> None:
     assert PADDLEFORMERS_LORA.open(paddleformers(tmp_path, scaling=scaling, rslora=rslora)).catalog.count == 1

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: what it returns is what was written, and what cannot be is refused."""
+"""The index of a checkpoint: its tensors are those of its shards, and what cannot be is refused."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from paddleformers_fc.errors import FormatError
-from paddleformers_fc.formats.catalog import StoredFragment, gather_shards
+from paddleformers_fc.formats.catalog import gather_shards
 from paddleformers_fc.formats.index import Index, decode_index, encode_index, shard_columns
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, shifted, whole
@@ -43,20 +42,6 @@ def checksums(files: Mapping[str, Sequence[Shard]] = SHARDS) -> list[FileChecksu
 def decoded(raw: bytes, written: Sequence[FileChecksum]) -> Index:
     """Decode an index under the manifest's records."""
     return decode_index(raw, records_of([*written, checksum_of(INDEX_NAME, raw)]), Path(INDEX_NAME))
-
-
-def test_shards_and_checksums_survive_an_index() -> None:
-    raw = encode_index(shard_columns(SHARDS.items()), checksums())
-    index = decoded(raw, checksums())
-    for path, shards in SHARDS.items():
-        widths = [dtype_size(one.dtype) for one in shards]
-        ends = np.cumsum([HEADER, *(one.size * width for one, width in zip(shards, widths, strict=True))]).tolist()
-        assert list(index.shards(path)) == list(zip(shards, [path] * len(shards), ends, widths, strict=False))
-        entries = index.entries(path)
-        assert [(name, one.begin, one.end) for name, one in entries.items()] == list(
-            zip((one.name for one in shards), ends, ends[1:], strict=False)
-        )
-    assert index.recorded == {one.path: one for one in [*checksums(), checksum_of(INDEX_NAME, raw)]}
 
 
 HALF, OTHER_HALF = Box((0, 0), (4, 6)), Box((4, 0), (8, 6))
@@ -170,34 +155,7 @@ def test_a_name_that_cannot_be_stored_is_refused() -> None:
         shard_columns([("x", [Shard("a\0b", "float32", (), whole(()))])])
 
 
-# ---- Tensors from the shards of files: alike ones share their form, and no other one does.
-
-
-FIELDS = ("dtype", "global_shape", "box", "flat")
-FORMS = {
-    "whole": Shard("whole", "float32", (4, 6), whole((4, 6))),
-    "dtype": Shard("dtype", "int32", (4, 6), whole((4, 6))),
-    "shape": Shard("shape", "float32", (8, 6), whole((4, 6))),
-    "box": Shard("box", "float32", (4, 6), Box((2, 0), (4, 6))),
-    "range": Shard("range", "float32", (4, 6), whole((4, 6)), (3, 20)),
-    "other range": Shard("other range", "float32", (4, 6), whole((4, 6)), (4, 20)),
-    "nothing": Shard("nothing", "float32", (4, 6), whole((4, 6)), (4, 4)),
-}
-
-
-def test_tensors_share_a_form_where_nothing_but_their_names_and_places_differs() -> None:
-    twice = [(shard, name) for name, shard in FORMS.items()]
-    twice += [(Shard(f"{name} again", *map(shard.__getattribute__, FIELDS)), name) for name, shard in FORMS.items()]
-    tensors, faults = gather_shards((shard, "file", 100 * place, 4) for place, (shard, _) in enumerate(twice))
-    assert not faults
-    for place, (shard, name) in enumerate(twice):
-        tensor = tensors[shard.name]
-        assert (tensor.dtype, tensor.shape) == (shard.dtype, shard.global_shape)
-        assert tensor.fragments == tuple(
-            StoredFragment("file", 100 * place + 4 * fragment.start, fragment.box) for fragment in shard.fragments
-        )
-        assert tensor.form is tensors[name].form
-    assert len({id(tensor.form) for tensor in tensors.values()}) == len(FORMS)
+# ---- Tensors from the shards of files.
 
 
 @pytest.mark.parametrize(
