@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from pathlib import Path
 
-import pytest
 import xxhash
 from hypothesis import given, settings, strategies as st
 
-from paddleformers_fc.storage import block_checksums
-from paddleformers_fc.storage.checksum import BlockHasher, checksum_of
+from paddleformers_fc.storage.checksum import BlockHasher
 
 
 @settings(derandomize=True)
@@ -33,19 +30,3 @@ def test_pieces_of_any_length_in_any_order_give_the_checksums_of_the_whole(
         assert (checksum.path, checksum.size, checksum.block_bytes) == ("x", len(whole), block_bytes)
         assert [checksum.block(number) for number in range(checksum.count)] == digests
         assert checksum.digest == xxhash.xxh3_128_hexdigest(b"".join(digests))
-
-
-@pytest.mark.parametrize("size", [0, 1, block_checksums._READ_BYTES, block_checksums._READ_BYTES + 1])
-def test_the_checksum_of_a_file_is_that_of_all_its_bytes(tmp_path: Path, size: int) -> None:
-    data = bytes(range(1, 256)) * (size // 255 + 1)
-    (tmp_path / "x").write_bytes(data[:size])
-    assert block_checksums.digest_of(tmp_path / "x") == checksum_of("x", data[:size]).digest
-
-
-def test_a_checksum_in_between_does_not_disturb_the_stream() -> None:
-    hasher, undisturbed = BlockHasher(10), BlockHasher(10)
-    hasher.update(b"1234567")
-    assert hasher.file_checksum("x").count == 1
-    hasher.update(b"1234567")
-    undisturbed.update(b"12345671234567")
-    assert hasher.file_checksum("x") == undisturbed.file_checksum("x")

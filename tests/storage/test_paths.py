@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from paddleformers_fc.errors import FormatError, OptionError
-from paddleformers_fc.storage.paths import RemotePath, mask_credentials, parse_path, parse_step, require_local
+from paddleformers_fc.storage.paths import RemotePath, mask_credentials, parse_path, parse_step
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,6 @@ def test_a_url_that_cannot_be_a_directory_is_refused(text: str) -> None:
         parse_path(text)
 
 
-def test_an_empty_text_is_not_the_current_directory() -> None:
-    for name in (parse_path, lambda text: require_local(text, "An export")):
-        with pytest.raises(OptionError, match="path of a directory is empty"):
-            name("")
-    assert parse_path(".") == parse_path(Path()) == Path()
-
-
 def test_a_remote_path_is_taken_apart_and_put_together_as_a_local_one() -> None:
     path = parse_path("s3://bucket/run") / "checkpoint-3" / PurePosixPath("model_state/rank-00000.safetensors")
     assert isinstance(path, RemotePath)
@@ -88,10 +81,3 @@ def test_users_and_passwords_are_not_shown(url: str, shown: str) -> None:
     assert str(RemotePath(url)) == shown
     assert repr(RemotePath(url)) == f"RemotePath('{shown}')"
     assert mask_credentials(f"no access to {url} today") == f"no access to {shown} today"
-
-
-def test_a_path_to_write_must_be_local() -> None:
-    assert require_local("out", "A checkpoint") == Path("out")
-    with pytest.raises(OptionError, match=r"(?s)cannot be written to sftp://\*\*\*@host/run.*upload") as caught:
-        require_local("sftp://ann:secret@host/run", "A checkpoint")
-    assert "secret" not in caught.value.render()
