@@ -69,17 +69,6 @@ def test_files_on_two_disks_are_read_by_those_that_see_them(
     assert {report.bytes_hashed > 0 for report in reports} == {verify == "full"}
 
 
-def test_ranks_that_share_disks_take_what_they_see_and_get_the_rest(tmp_path: Path) -> None:
-    one, two, three, four = disks(tmp_path, (2, 2))
-    for source, target in ((two, one), (four, three)):
-        shutil.copytree(source, target, dirs_exist_ok=True)
-    save(tmp_path / "shared" / STEP, ARRAYS, 2, 2)
-    reports = load([one, one, three, three], 2, 2)
-    shared = load([tmp_path / "shared"] * 4, 2, 2)
-    assert sum(report.bytes_received for report in shared) == 0
-    assert 0 < sum(report.bytes_received for report in reports) < sum(report.bytes_read for report in shared)
-
-
 def refused(places: list[Path]) -> str:
     """The error of every rank, without the places."""
     outcomes = job(len(places), lambda channel: open_on_all_ranks(places[channel.rank] / STEP, channel))
