@@ -384,6 +384,15 @@ def test_damaged_and_empty_checkpoints_are_skipped_with_the_reason(tmp_path: Pat
     assert skipped[-1][1] == f"checkpoint-2 is damaged: 1 fault found: {WEIGHTS} is missing", "without its whole path"
 
 
+def test_a_checkpoint_whose_name_contradicts_its_step_is_skipped(tmp_path: Path) -> None:
+    for step in (3, 4):
+        save(tmp_path / f"checkpoint-{step}", step)
+    (tmp_path / "checkpoint-3").rename(tmp_path / "checkpoint-10")
+    found, ((skipped, why),) = newest_checkpoint(tmp_path)
+    assert (found, skipped) == (tmp_path / "checkpoint-4", tmp_path / "checkpoint-10")
+    assert why == "checkpoint-10 contains step 3: rename it to checkpoint-3 if that name is free."
+
+
 @pytest.mark.parametrize(
     "name", ["checkpoint-", "checkpoint-x", "checkpoint-5.bak", "xcheckpoint-5", "checkpoint-\u0665"]
 )
