@@ -266,35 +266,6 @@ def test_the_rank_that_serves_the_store_ends_when_all_that_live_have_read_the_re
     assert "rank 3 did not arrive" in str(timed(board, 4, work).error(ranks=range(3)))
 
 
-def test_a_rank_that_dies_in_the_exchange_is_named_to_all_others() -> None:
-    board, all_in = Counters(), threading.Barrier(3, timeout=LIMIT)
-
-    def work(channel: ThreadChannel, clock: ThreadClock) -> Any:
-        meeting = Liveness(board, channel.rank, 3, PATIENCE)
-        if channel.rank == 1:
-            meeting.wait_for_all("a test")
-            return all_in.wait()
-        return Met(Torn(channel, all_in), meeting).gather("a test", b"")
-
-    error = timed(board, 3, work).error(ranks=[0, 2])
-    assert "Connection reset by peer" in error.what
-    assert "rank 1 did not arrive" in str(error)
-    assert Liveness(board, 1, 3, PATIENCE).is_lost(), "a rank that is still in the exchange is ended"
-
-
-class Torn:
-    """A channel whose exchange breaks off."""
-
-    def __init__(self, channel: ThreadChannel, all_in: threading.Barrier) -> None:
-        self.rank, self.world_size = channel.rank, channel.world_size
-        self._all_in = all_in
-
-    def gather(self, doing: str, payload: bytes) -> list[bytes]:
-        """What gloo raises when another rank that had come is dead."""
-        self._all_in.wait()
-        raise RuntimeError("Connection reset by peer")
-
-
 # ---- An exchange that takes too long ends the process with a report; another one is passed through.
 
 
