@@ -415,21 +415,6 @@ def test_two_processes_that_recover_at_the_same_time_do_not_disturb_each_other(t
             return
 
 
-def test_names_that_only_look_similar_are_not_stale_directories(tmp_path: Path) -> None:
-    for name in (
-        ".checkpoint-5.unfinished-",
-        ".checkpoint-5.unfinished-xyz",
-        "checkpoint-5.unfinished-ab",
-        ".unfinished-ab",
-    ):
-        (tmp_path / name).mkdir()
-        assert parse_hidden(tmp_path / name) is None
-    before = names_in(tmp_path)
-    recover(tmp_path)
-    assert leftovers(tmp_path) == leftovers(tmp_path / "gone") == []
-    assert names_in(tmp_path) == before
-
-
 @pytest.mark.parametrize("kind", ["rename", "create"], ids=["cannot be deleted", "cannot be locked"])
 def test_a_stale_directory_that_cannot_be_deleted_does_not_stop_a_save(tmp_path: Path, kind: str) -> None:
     theirs, mine = (leave(tmp_path / name, 1) for name in ("checkpoint-1", "checkpoint-2"))

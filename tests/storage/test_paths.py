@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from paddleformers_fc.errors import FormatError, OptionError
-from paddleformers_fc.storage.paths import RemotePath, mask_credentials, parse_path, parse_step
+from paddleformers_fc.storage.paths import RemotePath, mask_credentials, parse_hidden, parse_path, parse_step
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,11 @@ def test_users_and_passwords_are_not_shown(url: str, shown: str) -> None:
     assert str(RemotePath(url)) == shown
     assert repr(RemotePath(url)) == f"RemotePath('{shown}')"
     assert mask_credentials(f"no access to {url} today") == f"no access to {shown} today"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [".checkpoint-5.unfinished-", ".checkpoint-5.unfinished-xyz", "checkpoint-5.unfinished-ab", ".unfinished-ab"],
+)
+def test_a_name_that_only_looks_similar_is_not_that_of_a_stale_directory(name: str) -> None:
+    assert parse_hidden(Path(name)) is None
