@@ -29,10 +29,11 @@ from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
-from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.families import ModelDescription, family_for
+from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import EMA_STATE, split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan.simulate import SimulatedModel
+from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from verification.digests import canonical_digests, unequal_tensors
 from verification.thread_ranks import job
@@ -145,6 +146,18 @@ def _facts(checkpoint: Path, directory: Path) -> tuple[list[TensorDigest], dict[
     files = export_checkpoint(checkpoint, target).digests()
     shutil.rmtree(target)
     return list(canonical_digests(checkpoint)), files
+
+
+def laid_out(described: ModelDescription, grid: str, dtype: str = "bfloat16") -> SimulatedModel:
+    """Return a declared model over a grid, e.g. ``tp=2,pp=2``."""
+    return declared_model(family_for(described.config), described, parse_grid(grid), dtype)
+
+
+def save_model(directory: Path, model: SimulatedModel, value: Callable[[str, Shard], Array] | None = None) -> Path:
+    """Save a model whose tensors have given values, by default those of :func:`value_of`; return the directory."""
+    ranks = range(model.grid.world_size)
+    save(directory, [filled(model.roles(rank), value or value_of) for rank in ranks], model)
+    return directory
 
 
 def save(directory: Path, roles: list[Roles], model: SimulatedModel) -> None:

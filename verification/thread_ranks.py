@@ -60,12 +60,11 @@ class ThreadChannel(CollectiveChannel):
         exchanges: number of exchanges among all ranks.
         purposes: the purpose of each.
         sizes: the lengths of its collectives, in bytes.
-        largest: the most bytes that this rank sent or received at once.
     """
 
     def __init__(self, hub: Hub, rank: int) -> None:
         super().__init__(rank, hub.size)
-        self.hub, self.exchanges, self.largest = hub, 0, 0
+        self.hub, self.exchanges = hub, 0
         self.purposes: list[str] = []
         self.sizes: list[int] = []
 
@@ -89,7 +88,6 @@ class ThreadChannel(CollectiveChannel):
         everyone = [given for _, given in self._meet("pass_on", dict(outgoing))]
         found = {rank: given[self.rank] for rank, given in enumerate(everyone) if self.rank in given}
         assert {rank: array.size for rank, array in found.items()} == dict(sizes)
-        self.largest = max(self.largest, sum(sizes.values()), sum(array.size for array in outgoing.values()))
         return found
 
     def _meet(self, kind: str, thing: Any) -> list[Any]:

@@ -22,9 +22,6 @@ class CopiedBytes:
     late_to_host: int = 0
     late_inside: int = 0
 
-    def __add__(self, other: CopiedBytes) -> CopiedBytes:
-        return CopiedBytes(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
-
     def __sub__(self, other: CopiedBytes) -> CopiedBytes:
         return CopiedBytes(*(one - less for one, less in zip(astuple(self), astuple(other), strict=True)))
 

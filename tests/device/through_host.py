@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 _METHODS = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "scatter", "scatter_tensor")
@@ -20,31 +19,6 @@ def apply() -> None:
     parallel._set_expected_place = lambda place: None  # Where it uses gloo Paddle would leave the device for the CPU.
     for name in _METHODS:
         setattr(core.ProcessGroupGloo, name, _through_host(getattr(core.ProcessGroupGloo, name)))
-    core.EagerReducer = Reducer
-
-
-class Reducer:
-    """Averages the gradients of data parallel ranks as they come; Paddle's own hands device memory to gloo.
-
-    Args:
-        parameters: in the order of Paddle's ``EagerReducer``, whose other arguments are about its buckets.
-        group: the process group.
-    """
-
-    def __init__(self, parameters: Any, groups: Any, sparse: Any, group: Any, *_: Any) -> None:
-        self._group = group
-        for parameter in parameters:
-            parameter._register_backward_hook(partial(self._average, parameter))
-
-    def prepare_for_backward(self, outputs: Any) -> None:
-        """Nothing is prepared."""
-
-    def _average(self, parameter: Any) -> None:
-        import paddle
-
-        with paddle.no_grad():
-            parameter.grad.scale_(1 / self._group.size())
-            self._group.all_reduce(parameter.grad)
 
 
 def _through_host(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -174,11 +174,6 @@ def test_a_save_of_different_steps_or_configurations_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def with_statements(place: Path, roles: Any, channel: Any) -> LoadReport:
-    statements = ["model.norm.weight -> model.norm.weight"] if channel.rank == 1 else []
-    return flex(statements=statements)(place, roles, channel)
-
-
 def read_once(place: Path, roles: Any, channel: Any) -> LoadReport:
     return flex(options=ReadOptions(replicas="once" if channel.rank == 1 else "each"))(place, roles, channel)
 
@@ -186,11 +181,10 @@ def read_once(place: Path, roles: Any, channel: Any) -> LoadReport:
 @pytest.mark.parametrize(
     ("loader", "steps", "line"),
     [
-        (with_statements, (3, 3), "aoa_config"),
         (read_once, (3, 3), "flex_read: each on rank 0; once on rank 1"),
         (flex(), (3, 3, 3, 4), "checkpoint-4 on rank 3"),
     ],
-    ids=["statements", "flex_read", "directories"],
+    ids=["flex_read", "directories"],
 )
 def test_differing_load_options_of_ranks_are_rejected_before_a_weight_changes(
     tmp_path: Path, loader: Loader, steps: tuple[int, ...], line: str

@@ -19,7 +19,6 @@ from paddleformers_fc.distributed.communicator import (
     EXIT_CODE,
     KEY_PREFIX,
     MAX_FINAL_WAIT_SECONDS,
-    Communicator,
     Liveness,
     job_communicator,
 )
@@ -115,18 +114,6 @@ def timed(board: Counters, ranks: int, work: Callable[[ThreadChannel, ThreadCloc
 def outcomes(board: Counters, ranks: int, work: Callable[[Met], Any], patience: float = PATIENCE) -> Outcomes:
     """What every rank returned or raised, whose channel has a board."""
     return timed(board, ranks, lambda channel, _: work(with_board(channel, board, patience)))
-
-
-@pytest.mark.parametrize("ranks", [2, 5])
-def test_ranks_that_all_come_exchange_as_often_as_they_like(ranks: int) -> None:
-    board = Counters()
-    for _ in range(3):  # Three operations, each with a channel of its own.
-        found = outcomes(
-            board, ranks, lambda channel: [channel.gather("a test", b"%d" % channel.rank) for _ in range(4)]
-        )
-        assert found == [[[b"%d" % rank for rank in range(ranks)]] * 4] * ranks
-    assert board.numbers["flex/arrivals"] == 12 * ranks
-    assert board.texts == {f"flex/outcome/{number}": "" for number in range(12)}
 
 
 def test_a_lost_channel_leaves_one_with_another_prefix_usable() -> None:
@@ -279,35 +266,6 @@ def test_the_rank_that_serves_the_store_ends_when_all_that_live_have_read_the_re
     assert "rank 3 did not arrive" in str(timed(board, 4, work).error(ranks=range(3)))
 
 
-def test_a_rank_that_dies_in_the_exchange_is_named_to_all_others() -> None:
-    board, all_in = Counters(), threading.Barrier(3, timeout=LIMIT)
-
-    def work(channel: ThreadChannel, clock: ThreadClock) -> Any:
-        meeting = Liveness(board, channel.rank, 3, PATIENCE)
-        if channel.rank == 1:
-            meeting.wait_for_all("a test")
-            return all_in.wait()
-        return Met(Torn(channel, all_in), meeting).gather("a test", b"")
-
-    error = timed(board, 3, work).error(ranks=[0, 2])
-    assert "Connection reset by peer" in error.what
-    assert "rank 1 did not arrive" in str(error)
-    assert Liveness(board, 1, 3, PATIENCE).is_lost(), "a rank that is still in the exchange is ended"
-
-
-class Torn:
-    """A channel whose exchange breaks off."""
-
-    def __init__(self, channel: ThreadChannel, all_in: threading.Barrier) -> None:
-        self.rank, self.world_size = channel.rank, channel.world_size
-        self._all_in = all_in
-
-    def gather(self, doing: str, payload: bytes) -> list[bytes]:
-        """What gloo raises when another rank that had come is dead."""
-        self._all_in.wait()
-        raise RuntimeError("Connection reset by peer")
-
-
 # ---- An exchange that takes too long ends the process with a report; another one is passed through.
 
 
@@ -322,15 +280,6 @@ class Deaf:
 
 Communicator(Deaf(), 0.05, None).gather("a test", b"")
 """
-
-
-class Echo:
-    """Two ranks with equal messages."""
-
-    rank, world_size = 1, 2
-
-    def gather(self, doing: str, payload: bytes, *_: object) -> list[bytes]:
-        return [payload, payload]
 
 
 @pytest.mark.parametrize("errors_go_to", ["sys.stderr", "io.StringIO()", "None", "closed()"])
@@ -350,11 +299,6 @@ sys.stderr = {errors_go_to}
     assert "Rank 3 has waited 0.05 s for the other ranks and ends its process." in ended.stderr
     assert "raise flex_timeout" in ended.stderr
     assert "in gather" in ended.stderr
-
-
-def test_an_exchange_in_time_is_passed_on() -> None:
-    channel = Communicator(Echo(), LIMIT, None)
-    assert (channel.rank, channel.world_size, channel.gather("a test", b"x")) == (1, 2, [b"x", b"x"])
 
 
 def test_a_process_alone_opens_no_communicator() -> None:

@@ -114,14 +114,6 @@ def test_overlapping_or_adjacent_ranges_are_joined_and_tied_copies_are_read_by_r
     assert ranges_of(plan, 3, "off") == {(ROLE, "alias"): ((120, 140),), (ROLE, "owner"): ((7, 8),)}
 
 
-def test_a_replica_that_another_rank_writes_is_read_where_it_is_hashed() -> None:
-    plan = plan_of([PlannedWrite("a", 0, 4)], (replica("small", (4, 2)), replica("large", (1 << 20,))))
-    found = [ranges_of(plan, step, "warn")[ROLE, "large"] for step in range(8)]
-    assert set(found) == {((0, 1 << 19),), ((1 << 19, 1 << 20),)}
-    assert ranges_of(plan, 3, "refuse")[ROLE, "small"] == ((0, 8),)
-    assert ranges_of(plan, 3, "off") == {(ROLE, "a"): ((0, 4),)}
-
-
 def test_the_largest_ranges_are_enough_for_every_step_and_not_more_than_a_step_needs() -> None:
     """Of replicas whose hashed part is another one at each step, and overlaps what is written at some."""
     rows = {"small": (5, 4), "even": (1 << 18, 4), "odd": ((1 << 18) + 1, 3)}

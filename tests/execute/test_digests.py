@@ -22,22 +22,15 @@ from paddleformers_fc.execute import diff_checkpoints, digest, export_files
 from paddleformers_fc.execute.diff_checkpoints import Deviation, DeviationSum, Tolerance, compare_checkpoints
 from paddleformers_fc.execute.digest import PIECE_BYTES, digest_tensors
 from paddleformers_fc.execute.export import export_checkpoint
-from paddleformers_fc.families import family_for
 from paddleformers_fc.formats.registry import open_checkpoint
-from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import split_state_name
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from tests.cli.support import seal
 from tests.execute.simulated import flip
 from verification.digests import canonical_digests
-from verification.simulate_ranks import QWEN3_MOE, filled, save
-
-
-def model(grid: str) -> SimulatedModel:
-    return declared_model(family_for(QWEN3_MOE.config), QWEN3_MOE, parse_grid(grid), "bfloat16")
+from verification.simulate_ranks import QWEN3_MOE, laid_out, save_model
 
 
 def numbers(role: str, shard: Shard) -> np.ndarray[Any, Any]:
@@ -46,12 +39,6 @@ def numbers(role: str, shard: Shard) -> np.ndarray[Any, Any]:
     seed = zlib.crc32((state.suffix if state.scalar else shard.name).encode())
     found = (np.arange(math.prod(shard.global_shape), dtype=np.int64) * 31 + seed) % 251
     return found.reshape(shard.global_shape).astype(to_numpy(to_safetensors(shard.dtype)))
-
-
-def saved(directory: Path, grid: str) -> Path:
-    laid = model(grid)
-    save(directory, [filled(laid.roles(rank), numbers) for rank in range(laid.grid.world_size)], laid)
-    return directory
 
 
 LAYOUTS = ("dp=1", "tp=2", "sharding=2,split=true", "tp=2,pp=2")
@@ -67,7 +54,8 @@ def degree(grid: str) -> int:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {grid: saved(tmp_path_factory.mktemp("saved") / "c", grid) for grid in LAYOUTS}
+    place = tmp_path_factory.mktemp("saved")
+    return {grid: save_model(place / grid, laid_out(QWEN3_MOE, grid), numbers) for grid in LAYOUTS}
 
 
 @pytest.mark.parametrize("grid", LAYOUTS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
-from paddleformers_fc.distributed.channel import all_gather_checked, broadcast, run_on_all
+from paddleformers_fc.distributed.channel import all_gather_checked, broadcast
 from paddleformers_fc.errors import Corrupt, MismatchError
 from paddleformers_fc.execute import commit_coordinator, export, live_export, stream
 from paddleformers_fc.execute.commit_coordinator import DiskLeaders, StagingMaker
 from paddleformers_fc.execute.load import LoadReport, load_checkpoint
-from paddleformers_fc.execute.opening import open_newest, open_on_all_ranks
+from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.storage.safetensors import read_header
@@ -28,7 +27,6 @@ from tests.execute import simulated, test_ties
 from tests.execute.simulated import (
     ARRAYS,
     MODEL,
-    attempt,
     canonical,
     flip,
     job,
@@ -68,28 +66,7 @@ def test_files_on_two_disks_are_read_by_those_that_see_them(
 ) -> None:
     reports = load(disks(tmp_path, stored), tp, sharded, verify, once)
     assert all(report.bytes_received for report in reports)
-
-
-def test_ranks_that_share_disks_take_what_they_see_and_get_the_rest(tmp_path: Path) -> None:
-    one, two, three, four = disks(tmp_path, (2, 2))
-    for source, target in ((two, one), (four, three)):
-        shutil.copytree(source, target, dirs_exist_ok=True)
-    save(tmp_path / "shared" / STEP, ARRAYS, 2, 2)
-    reports = load([one, one, three, three], 2, 2)
-    shared = load([tmp_path / "shared"] * 4, 2, 2)
-    assert sum(report.bytes_received for report in shared) == 0
-    assert 0 < sum(report.bytes_received for report in reports) < sum(report.bytes_read for report in shared)
-
-
-@pytest.mark.parametrize("opening", [open_on_all_ranks, open_newest])
-def test_ranks_that_see_the_same_agree_twice(tmp_path: Path, opening: Callable[..., Any]) -> None:
-    save(tmp_path / STEP, ARRAYS, 1, 2)
-
-    def work(channel: Any) -> tuple[int, int]:
-        opening(tmp_path / STEP, channel)
-        return channel.exchanges, channel.largest
-
-    assert succeed(2, work) == [(2, 0)] * 2
+    assert {report.bytes_hashed > 0 for report in reports} == {verify == "full"}
 
 
 def refused(places: list[Path]) -> str:
@@ -129,17 +106,12 @@ def test_disks_with_different_saves_of_one_step_are_refused_by_their_ranks(tmp_p
     assert "ranks 1-2: step 3, 2 ranks" in text
 
 
-@pytest.mark.parametrize("level", ["size", "full"])
-def test_a_damaged_file_is_found_by_the_rank_that_sees_it(tmp_path: Path, level: str) -> None:
+def test_a_truncated_file_is_found_by_the_rank_that_sees_it(tmp_path: Path) -> None:
     places = disks(tmp_path, (2, 1))
-    victim = places[1] / STEP / "model_state/rank-00001.safetensors"
-    flip(victim)
-    if level == "size":
-        os.truncate(victim, victim.stat().st_size - 8)
-    error, _ = attempt([place / STEP for place in places], 2, verify=level)
-    assert isinstance(error, Corrupt)
-    assert "model_state/rank-00001.safetensors" in str(error)
-    assert "rank 1" in str(error)
+    os.truncate(places[1] / STEP / "model_state/rank-00001.safetensors", 100)
+    text = refused(places)
+    assert "model_state/rank-00001.safetensors is truncated" in text
+    assert "rank 1" in text
 
 
 # ---- Saving onto several disks: which ranks share one, and what lies on each.
@@ -181,18 +153,6 @@ def test_a_rank_that_does_not_even_see_its_own_is_a_disk_of_its_own(
     assert [len(present) for _, present in found] == [1, 1, 1], "a rank creates one"
 
 
-def test_a_shared_disk_takes_one_exchange_which_carries_messages_to_the_first_rank(tmp_path: Path) -> None:
-    def work(channel: Any) -> tuple[int, list[bytes]]:
-        with closing(StagingMaker(tmp_path / STEP, channel)) as maker:
-            token, before = broadcast(channel, "beginning", maker.create, str), channel.exchanges
-            messages = maker.find(token, message=lambda: b"%d" % channel.rank)
-            exchanges = channel.exchanges - before
-            run_on_all(channel, "ending", bytes)
-            return exchanges, messages
-
-    assert succeed(3, work) == [(1, [b"0", b"1", b"2"]), (1, []), (1, [])]
-
-
 @pytest.mark.parametrize(
     ("leads", "tp", "sharded"),
     [((0, 1), 2, 1), ((0, 1), 1, 2), ((0, 0, 2, 2), 2, 2), ((0, 1, 0, 1), 2, 2), ((0, 1, 2, 3), 2, 2)],
@@ -227,17 +187,16 @@ def test_every_disk_gets_the_files_of_its_ranks_and_all_that_is_small(
     load(places[::-1], 1, 1, "full")
 
 
-@pytest.mark.parametrize("leads", [(0, 0), (0, 1), (0, 1, 0, 3), (0, 1, 1, 1)])
-@pytest.mark.parametrize("max_shard_bytes", [4000, 10**9])
+@pytest.mark.parametrize("leads", [(0, 1), (0, 1, 0, 3)])
 def test_an_export_is_complete_on_the_first_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: tuple[int, ...], max_shard_bytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leads: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(stream, "ROUND_BYTES", 3000)  # In more and smaller batches.
     places = [tmp_path / f"disk-{lead}" for lead in leads]
 
     def work(channel: Any) -> None:
         weights, target = live(ARRAYS, 2, channel.rank)["model_state"], places[channel.rank] / "hf"
-        live_export.save_weights(weights, MODEL, {}, target, max_shard_bytes, channel)
+        live_export.save_weights(weights, MODEL, {}, target, 4000, channel)
 
     succeed(len(places), work)
     assert [path.name for place in set(places) for path in place.iterdir()] == ["hf"]
@@ -246,14 +205,6 @@ def test_an_export_is_complete_on_the_first_disk(
     }
     assert found.keys() == ARRAYS.keys()
     assert all(np.array_equal(found[key], ARRAYS[key]) for key in ARRAYS)
-
-
-def test_saving_a_step_again_replaces_it_on_every_disk(tmp_path: Path) -> None:
-    places = [tmp_path / "disk-0", tmp_path / "disk-1"]
-    save([place / STEP for place in places], canonical(seed=1), 2)
-    save([place / STEP for place in places], ARRAYS, 1, 2)
-    load(places, 1, 2)
-    assert [[path.name for path in place.iterdir()] for place in places] == [[STEP]] * 2
 
 
 def load_tied(places: list[Path], grid: str, aoa_config: Any = None) -> list[Any]:
@@ -285,7 +236,7 @@ def part(places: list[Path], at: int = 0) -> None:
     flip(path, range(entry.begin, entry.end)[at])
 
 
-@pytest.mark.parametrize(("stages", "disks"), [(3, 1), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("stages", "disks"), [(3, 1), (4, 2)])
 def test_a_pipeline_whose_middle_stages_hold_nothing_tied_loads_and_compares_what_is_tied(
     tmp_path: Path, stages: int, disks: int
 ) -> None:

@@ -23,7 +23,6 @@ from paddleformers_fc.execute.digest import PieceBatch
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.live_export import save_weights
 from paddleformers_fc.execute.save import config_bytes
-from paddleformers_fc.formats.huggingface import open_huggingface
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, read_checksums
 from tests.cli.support import alter
@@ -35,7 +34,6 @@ from tests.execute.simulated import (
     Arrays,
     attempt,
     attempt_save,
-    canonical,
     flip,
     live,
     open_weights,
@@ -136,6 +134,7 @@ def test_every_exported_file_is_recorded_as_it_is_on_disk(tmp_path: Path, bound:
     found = {path.relative_to(tmp_path / "hf").as_posix() for path in (tmp_path / "hf").rglob("*") if path.is_file()}
     assert found == {*checksums, CHECKSUMS_NAME}
     assert {"config.json", *TOKENIZER} < found
+    assert not any(name.startswith("trainer/") for name in found)
     for name, checksum in checksums.items():
         hasher = BlockHasher()
         hasher.update((tmp_path / "hf" / name).read_bytes())
@@ -159,6 +158,7 @@ def test_an_export_ends_if_a_piece_that_a_later_one_is_hashed_after_cannot_be_re
 ) -> None:
     monkeypatch.setattr(export_files, "_CACHE_BYTES", 512)
     source, read, begun = save(tmp_path / "checkpoint-3"), PieceBatch.read, threading.Event()
+    threads = set(threading.enumerate())
 
     def fail_first(self: PieceBatch, *given: Any) -> Any:
         if self.pieces[0].is_last or self.pieces[0].begin:
@@ -170,19 +170,8 @@ def test_an_export_ends_if_a_piece_that_a_later_one_is_hashed_after_cannot_be_re
     monkeypatch.setattr(PieceBatch, "read", fail_first)
     with pytest.raises(StorageError, match="The disk is gone"):
         paddleformers_fc.open(source).export(tmp_path / "hf", md5=True)
-    assert not (tmp_path / "hf").exists()
-
-
-@pytest.mark.parametrize("in_place", [True, False], ids=["exchanged", "file by file"])
-def test_an_export_over_an_older_one_replaces_its_checksums(tmp_path: Path, in_place: bool) -> None:
-    target = tmp_path / "hf"
-    export_checkpoint(save(tmp_path / "checkpoint-3"), target, 4000)
-    if not in_place:
-        (target / "checkpoint-3").mkdir()
-    export_checkpoint(save(tmp_path / "checkpoint-4", arrays=canonical(seed=1)), target)
-    assert {*(read_checksums(target) or {})} == {"config.json", "model.safetensors", *TOKENIZER}
-    assert not (target / "trainer").exists()
-    open_huggingface(target, "full")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    assert set(threading.enumerate()) <= threads
 
 
 # ---- What a load refuses.
@@ -204,11 +193,20 @@ def alter_several(directory: Path) -> None:
         alter(directory / name)
 
 
+def swap_names(directory: Path) -> None:
+    """Exchange the names of two tensors of one shape."""
+    query, output, other = (f"model.layers.0.self_attn.{letter}_".encode() for letter in "qo?")
+    for path in directory.glob("*.safetensors"):
+        raw = path.read_bytes().replace(query, other).replace(output, query)
+        path.write_bytes(raw.replace(other, output))
+
+
 DIFFERS = "does not match its checksum"
-TENSOR = "a bit of a tensor"
+TENSOR, NAMES = "a bit of a tensor", "the names of two tensors"
 SMALL = ("config.json", "tokenizer.json", "templates/chat.jinja", INDEX)
 ALTERED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     TENSOR: (lambda place: flip(largest(place)), [f".safetensors {DIFFERS} in 1 of 1 blocks"]),
+    NAMES: (swap_names, [f".safetensors {DIFFERS}"]),
     **{name: (lambda place, name=name: alter(place / name), [f"{name} {DIFFERS}"]) for name in SMALL},
     "several files": (alter_several, [".safetensors", f"config.json {DIFFERS}", f"tokenizer.json {DIFFERS}"]),
     "no configuration": (lambda place: (place / "config.json").unlink(), ["config.json is missing"]),
@@ -223,22 +221,9 @@ ALTERED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 def test_an_altered_file_is_rejected_by_name_on_every_rank_before_a_weight_changes(weights: Path, altered: str) -> None:
     change, lines = ALTERED[altered]
     change(weights)
-    for level in ["full"] if altered == TENSOR else ["full", "size"]:
+    for level in ["full"] if altered in (TENSOR, NAMES) else ["full", "size"]:
         text = str(refusal(weights, level))
         assert all(line in text for line in lines), text
-
-
-def test_tensors_of_one_shape_that_swap_their_names_are_refused(tmp_path: Path) -> None:
-    weights = tmp_path / "hf"
-    export_checkpoint(save(tmp_path / "checkpoint-3"), weights)
-    path = weights / "model.safetensors"
-    raw = path.read_bytes()
-    for old, new in ((b"k_", b"?_"), (b"v_", b"k_"), (b"?_", b"v_")):
-        raw = raw.replace(b"0.self_attn." + old, b"0.self_attn." + new)
-    path.write_bytes(raw)
-    keys = load_file(path)["model.layers.0.self_attn.k_proj.weight"]
-    assert np.array_equal(keys, ARRAYS["model.layers.0.self_attn.v_proj.weight"])
-    assert f"model.safetensors {DIFFERS}" in str(refusal(weights))
 
 
 def test_a_file_that_is_not_needed_may_be_missing(weights: Path) -> None:
@@ -246,16 +231,8 @@ def test_a_file_that_is_not_needed_may_be_missing(weights: Path) -> None:
     load(weights).results()
 
 
-def by_one_file(directory: Path) -> None:
-    """What a tool leaves that writes one file and removes the others."""
-    tensors = {name: array + 1 for path in directory.glob("*.safetensors") for name, array in load_file(path).items()}
-    for path in (*directory.glob("*.safetensors"), directory / INDEX):
-        path.unlink()
-    save_file(tensors, directory / "model.safetensors")
-
-
-def by_files_of_other_names(directory: Path) -> None:
-    """What a tool leaves that writes files of its own beside the older ones."""
+def write_files_of_other_names(directory: Path) -> None:
+    """Write what a tool leaves that names its files otherwise and keeps the older ones."""
     index = json.loads((directory / INDEX).read_text())
     for path in list(directory.glob("*.safetensors")):
         save_file({name: array + 1 for name, array in load_file(path).items()}, directory / f"new-{path.name}")
@@ -263,17 +240,10 @@ def by_files_of_other_names(directory: Path) -> None:
     (directory / INDEX).write_text(json.dumps(index))
 
 
-def by_the_same_names(directory: Path) -> None:
-    """What a tool leaves that trained on and kept the layout of the files."""
-    for path in directory.glob("*.safetensors"):
-        save_file({name: array + 1 for name, array in load_file(path).items()}, path, {"format": "pt"})
-
-
-@pytest.mark.parametrize("written", [by_one_file, by_files_of_other_names, by_the_same_names])
-def test_weights_that_another_tool_wrote_over_an_export_are_refused_until_the_checksums_are_deleted(
-    weights: Path, written: Callable[[Path], None]
+def test_weights_that_another_tool_wrote_next_to_an_export_are_refused_until_the_checksums_are_deleted(
+    weights: Path,
 ) -> None:
-    written(weights)
+    write_files_of_other_names(weights)
     refusal(weights)
     (weights / CHECKSUMS_NAME).unlink()
     load(weights, expected={name: array + 1 for name, array in ARRAYS.items()}).results()

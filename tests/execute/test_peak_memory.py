@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +71,7 @@ for layers in (4, 16):
 """
 LARGE = """
 model, held, sizes = built(1, hidden_size=256, num_attention_heads=2, num_key_value_heads=2, head_dim=128,
-                           vocab_size=int(sys.argv[2]), intermediate_size=int(sys.argv[3]))
+                           vocab_size=200 * 1024, intermediate_size=200 * 1024)
 save(root / "c", model, held)
 del held
 def verify():
@@ -96,8 +94,10 @@ for source, target in (("c", "flex"), ("c", "hf"), ("c", "distcp"), ("hf", "flex
 """
 DIFF = """
 def diff():
-    done = paddleformers_fc.open(root / "a").diff(paddleformers_fc.open(root / "b"))
-    found["different"] = [[each.a.md5, each.b.md5] for role in done.roles.values() for each in role.different]
+    done = paddleformers_fc.open(root / "a").diff(paddleformers_fc.open(root / "b"), TOLERANCE)
+    roles = done.roles.values()
+    found["within"] = sum(role.within_tolerance for role in roles)
+    found["different"] = sum(len(role.different) for role in roles)
 found["diff"] = risen(diff)
 """
 # One arena, and freed buffers go back to the system: the peak is what the code holds, not what the allocator keeps.
@@ -124,69 +124,35 @@ def test_a_save_takes_five_percent_of_its_shard_and_an_export_two_tensors_whatev
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("vocabulary", "intermediate"), [(400 * 1024, 256), (256, 200 * 1024)])
-def test_verify_and_an_export_of_tensors_of_200_mib_and_more_take_at_most_128_mib(
-    vocabulary: int, intermediate: int, tmp_path: Path
-) -> None:
+def test_verify_and_an_export_of_tensors_of_200_mib_take_at_most_128_mib(tmp_path: Path) -> None:
     """The embeddings are stored as in the export, the weights of the feed-forward transposed."""
-    found = measured(LARGE, tmp_path, vocabulary, intermediate)
+    found = measured(LARGE, tmp_path)
     assert found["largest"] >= 200 * MEBI
     assert found["verify"] <= 128 * MEBI
     assert found["export"] <= 128 * MEBI
 
 
-@pytest.mark.parametrize("layers", [4, pytest.param(76, marks=pytest.mark.slow)])
-def test_a_conversion_holds_pieces_of_tensors_whatever_the_size(tmp_path: Path, layers: int) -> None:
-    found = measured(CONVERT, tmp_path, layers)
-    size = found.pop("bytes")
-    assert layers < 76 or size > 2048 * MEBI
+def test_a_conversion_holds_pieces_of_tensors(tmp_path: Path) -> None:
+    found = measured(CONVERT, tmp_path, 6)
+    assert found.pop("bytes") > 150 * MEBI
     assert len(found) == 5
     # Two batches of transposed tensors of 32 MiB at most, and scratch memory of the threads.
     assert max(found.values()) < 100 * MEBI, found
 
 
-def write_zeros(directory: Path, shape: tuple[int, ...], last: int) -> None:
-    """Write one tensor of zeros as a sparse file, with another last byte."""
-    directory.mkdir()
-    size = int(np.prod(shape)) * 2
-    header = json.dumps({"w": {"dtype": "F16", "shape": list(shape), "data_offsets": [0, size]}}).encode()
-    header += b" " * (-len(header) % 8)
-    with (directory / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        file.truncate(8 + len(header) + size - 1)
-        file.seek(0, 2)
-        file.write(bytes([last]))
-
-
-def test_a_diff_of_one_tensor_of_256_mib_takes_at_most_128_mib(tmp_path: Path) -> None:
-    write_zeros(tmp_path / "a", (4096, 32768), last=0)
-    write_zeros(tmp_path / "b", (4096, 32768), last=1)
-    found = measured(DIFF, tmp_path)
-    assert found["diff"] <= 128 * MEBI
-    hashes = [hashlib.md5(bytes(255 * MEBI))]
-    hashes.append(hashes[0].copy())
-    hashes[0].update(bytes(MEBI))
-    hashes[1].update(bytes(MEBI - 1) + bytes([1]))
-    assert found["different"] == [[one.hexdigest() for one in hashes]]
-
-
-DIFF_WITHIN = """
-def diff():
-    done = paddleformers_fc.open(root / "a").diff(paddleformers_fc.open(root / "b"), atol=1.0, rtol=0.5)
-    found["equal"] = [done.equal, *(role.within_tolerance for role in done.roles.values())]
-found["diff"] = risen(diff)
-"""
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.int32])
-def test_a_diff_with_a_tolerance_of_a_tensor_of_256_mib_takes_at_most_128_mib(tmp_path: Path, dtype: type) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(np.float32, ""), (np.int32, "atol=1.0, rtol=0.5")],
+    ids=["bits", "within a tolerance"],
+)
+def test_a_diff_of_a_tensor_of_256_mib_takes_at_most_128_mib(tmp_path: Path, dtype: type, tolerance: str) -> None:
     """Every element differs, and every integer lies exactly at the bound."""
     for name in "ab":
         (tmp_path / name).mkdir()
         numbers = np.full((4096, 65536 // np.dtype(dtype).itemsize), 2 * (name == "b"), dtype)
         save_file({"w": numbers}, tmp_path / name / "model.safetensors")
-    found = measured(DIFF_WITHIN, tmp_path)
-    assert found["equal"] == [True, 1]
+    found = measured(DIFF.replace("TOLERANCE", tolerance), tmp_path)
+    assert (found["within"], found["different"]) == ((1, 0) if tolerance else (0, 1))
     assert found["diff"] <= 128 * MEBI
 
 
@@ -217,6 +183,6 @@ def test_20000_small_tensors_are_compared_in_a_hundred_reads(tmp_path: Path) -> 
 def test_a_diff_of_20000_small_tensors_takes_at_most_128_mib(tmp_path: Path) -> None:
     write_small(tmp_path / "a", 1024)
     write_small(tmp_path / "b", 1024, last=1)
-    found = measured(DIFF, tmp_path)
-    assert len(found["different"]) == 1
+    found = measured(DIFF.replace("TOLERANCE", ""), tmp_path)
+    assert found["different"] == 1
     assert found["diff"] <= 128 * MEBI

@@ -96,15 +96,6 @@ def test_differences_that_exceed_a_message_are_still_reported(
     assert (tmp_path / "checkpoint-3").exists() == (way == "warn")
 
 
-def test_a_shard_on_a_single_rank_is_not_a_replica() -> None:
-    shard = Shard("a", "float32", (4,), whole((4,)))
-    other = Shard("b", "float32", (4,), whole((4,)))
-    everyone = [{"model_state": {"a": shard, "b": other}}, {"model_state": {"a": shard}}, {"model_state": {}}]
-    assignment = Writers(decode_shards([encode_rank_shards(roles) for roles in everyone])).assignment
-    found = [assignment.share_of(rank, roles)[1] for rank, roles in enumerate(everyone)]
-    assert [[(one.shard.name, one.holders) for one in replicas] for replicas in found] == [[("a", 2)], [("a", 2)], []]
-
-
 @pytest.mark.parametrize(("rows", "row", "holders"), [(1 << 20, 1, 4), (700, 4096, 3), (5, 1 << 20, 16)])
 def test_each_save_hashes_one_part_of_a_large_replica_and_every_row_in_turn(rows: int, row: int, holders: int) -> None:
     replica = Replica("model_state", Shard("a", "float32", (rows, row), whole((rows, row))), holders, 0)
@@ -164,33 +155,6 @@ def test_a_big_tensor_balances_the_bytes_of_its_writers_without_tiny_cuts() -> N
     big, nearly = tensor("big", 6 * MEBI // 4, 4), tensor("nearly", 5 * MEBI + 100)
     given = assign_writers([held(big, own), held(big, nearly), held(big)])
     assert [[piece.shard.name for piece in pieces] for pieces in given] == [["own"], ["nearly"], ["big"]]
-
-
-def test_the_shards_of_a_job_are_numbered_by_role_and_name_and_decoded_as_they_were() -> None:
-    flat = Shard("a.moment", "float32", (3, 4), whole((3, 4)), (2, 7))
-    one = held(tensor("a", 3 * MEBI, 4), tensor("b", 7), tensor("c", 5 * MEBI, 3))
-    other: RankShards = {**held(tensor("b", 7), tensor("a", 2)), "optimizer_state": {"a.moment": flat}, "empty": {}}
-    job = job_of([one, other, one, {}])
-    assert [[job[number] for number in numbers] for numbers in job.held] == [
-        [(role, shard) for role, shards in roles.items() for shard in shards.values()]
-        for roles in (one, other, one, {})
-    ]
-    assert job.held[0] is job.held[2]
-    shapes = {
-        role: {name: [job[number][1].global_shape for number in numbers] for name, numbers in job.tensors(role)}
-        for role in ("model_state", "optimizer_state", "empty")
-    }
-    weights = {"a": [(3 * MEBI, 4), (2,)], "b": [(7,)], "c": [(5 * MEBI, 3)]}
-    assert shapes == {"model_state": weights, "optimizer_state": {"a.moment": [(3, 4)]}, "empty": {}}
-    assert [job.holders("model_state", name) for name in "abcd"] == [[0, 1, 2], [0, 1, 2], [0, 2], []]
-    assert job.holders("optimizer_state", "a") == []
-
-
-def test_the_writer_assignment_message_does_not_grow_with_equal_ranks() -> None:
-    one = held(*(tensor(f"layers.{number}", 3 * MEBI, 4) for number in range(100)))
-    few, many = (msgspec.msgpack.encode(Writers(job_of([one] * ranks)).assignment) for ranks in (8, 64))
-    # Of each rank: a difference, its load and the number of a pattern.
-    assert len(many) - len(few) == 3 * (64 - 8) + 6
 
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
@@ -253,15 +217,6 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
     for held_by_one in everyone:
         for name, shard in held_by_one["model_state"].items():
             assert sorted(np.concatenate(written[name])) == sorted(elements(shard))
-
-
-def test_a_tensor_is_cut_between_rows_where_a_file_ends() -> None:
-    tensors = (tensor("a", 10, 5), tensor("b", 1, 3, 50, dtype="bfloat16"))
-    files = pack_files([ShardPart("model_state", shard, 0) for shard in tensors], 80)
-    assert [str(one.shard.box) for file in files for one in file][:4] == [
-        *("[0:4, 0:5]", "[4:8, 0:5]", "[8:10, 0:5]", "[0:1, 0:1, 0:50]")
-    ]
-    assert [file[0].nbytes for file in files] == [80, 80, 40, 100, 100, 100]
 
 
 def test_wide_dtypes_come_first_and_files_hold_no_more_tensors_than_a_header_should(

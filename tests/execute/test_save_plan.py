@@ -112,9 +112,7 @@ def test_files_that_one_rank_alone_cannot_write_are_refused_on_all(
 @pytest.mark.parametrize(
     ("name", "role"),
     [
-        ("lm_head.weight", "model_state"),
         ("model.embed_tokens.weight", "model_state"),
-        ("model.norm.weight.moment1_0", "optimizer_state"),
         ("model.layers.1.mlp.down_proj.weight.beta2_pow_acc_0", "optimizer_state"),
     ],
 )

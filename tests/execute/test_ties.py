@@ -19,13 +19,11 @@ from paddleformers_fc.execute.load import load_checkpoint
 from paddleformers_fc.execute.memory import HostPieces, view_of
 from paddleformers_fc.execute.opening import open_on_all_ranks
 from paddleformers_fc.execute.replicas import Ties, Writers, hash_ties, ties_of
-from paddleformers_fc.families import family_for
-from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.roles import OPTIMIZER_STATE
 from paddleformers_fc.layout.shard_messages import decode_shards, encode_rank_shards
 from paddleformers_fc.layout.shards import Shard
 from paddleformers_fc.mapping.boxes import Box, whole
-from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
+from paddleformers_fc.plan.simulate import SimulatedModel
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
 from paddleformers_fc.trainer.resume import Search, require_newest
 from tests.cli.support import run
@@ -52,8 +50,8 @@ def tied_value(role: str, shard: Shard) -> Any:
     return simulate_ranks.value_of(role, structs.replace(shard, name=name))
 
 
-def model_of(grid: str, dtype: str = "bfloat16") -> SimulatedModel:
-    return declared_model(family_for(TIED.config), TIED, parse_grid(grid), dtype)
+def model_of(grid: str) -> SimulatedModel:
+    return simulate_ranks.laid_out(TIED, grid)
 
 
 def save(
@@ -141,24 +139,6 @@ def test_the_report_names_the_ranks_of_both_copies_and_counts_the_parts_that_dif
     assert lines(tmp_path / "checkpoint-2") == []
     named = f"model_state {LM_HEAD} on ranks 2-3, {EMBEDDING} on ranks 0-1"
     assert lines(tmp_path / "checkpoint-3") == [named + counted]
-
-
-@pytest.mark.parametrize("at", [0, 1, 20_001, 32_767])
-def test_any_element_is_compared_where_the_stages_share_states_differently(tmp_path: Path, at: int) -> None:
-    """Flattened ranges of the two copies begin and end at different elements."""
-    name, role = f"{EMBEDDING}.moment1_0", "optimizer_state"
-    held = [model_of("sharding=3,split=true,pp=2").roles(rank).get(role, {}) for rank in range(6)]
-    ends = {copy: sorted(one[copy].flat for one in held if copy in one) for copy in (name, f"{LM_HEAD}.moment1_0")}
-    assert len({str(flat) for flat in ends.values()}) == 2
-
-    def change(_: int, roles: simulate_ranks.Roles) -> None:
-        weight = roles.get(role, {}).get(name)
-        if weight is not None and weight.flattened_range.start <= at < weight.flattened_range.stop:
-            weight.local_tensor.array[at - weight.flattened_range.start] += 1
-
-    save(tmp_path / "checkpoint-3", "sharding=3,split=true,pp=2", change)
-    (line,) = lines(tmp_path / "checkpoint-3")
-    assert line.startswith(f"optimizer_state {LM_HEAD}.moment1_0 on ")
 
 
 def test_a_save_that_is_to_refuse_saves_nothing(tmp_path: Path) -> None:
@@ -307,17 +287,6 @@ def test_copies_of_another_shape_or_dtype_are_diverged() -> None:
     assert tie.differences == ["model_state one: bfloat16 [4, 2], owner: float32 [4, 2]"]
 
 
-def test_a_diverged_checkpoint_is_never_the_newest_on_any_disk(tmp_path: Path) -> None:
-    places = [tmp_path / "disk-0", tmp_path / "disk-1"]
-    for step, change in ((3, None), (4, flip(LM_HEAD))):
-        save([place / f"checkpoint-{step}" for place in places], "pp=2", change, step=step)
-    warnings: list[str] = []
-    found = succeed(2, lambda channel: require_newest(Search(places[channel.rank], channel, warnings.append)))
-    assert [one.path for one in found] == [place / "checkpoint-3" for place in places]
-    assert "checkpoint-4" in warnings[0]
-    assert f"model_state {LM_HEAD} on rank 1, {EMBEDDING} on rank 0" in warnings[0]
-
-
 def test_if_all_checkpoints_are_diverged_an_automatic_resume_takes_none(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", "pp=2", flip(LM_HEAD))
     with pytest.raises(NotACheckpoint):
@@ -376,14 +345,14 @@ POWER = ".beta1_pow_acc_0"
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_unequal_numbers_are_not_loaded_into_the_same_memory(tmp_path: Path, equal: bool) -> None:
-    laid = declared_model(family_for(simulate_ranks.QWEN3_MOE.config), simulate_ranks.QWEN3_MOE, parse_grid("dp=1"))
+    laid = simulate_ranks.laid_out(simulate_ranks.QWEN3_MOE, "dp=1", "float32")
     one, other, *_ = (name for name in laid.roles(0)[OPTIMIZER_STATE] if name.endswith(POWER))
 
     def numbers(role: str, shard: Shard) -> np.ndarray:  # type: ignore[type-arg]
         value = 0.5 if equal or shard.name != other else 0.25
         return np.full(shard.global_shape, value, np.float32)
 
-    simulate_ranks.save(tmp_path / "checkpoint-3", [simulate_ranks.filled(laid.roles(0), numbers)], laid)
+    simulate_ranks.save_model(tmp_path / "checkpoint-3", laid, numbers)
     live = simulate_ranks.filled(laid.roles(0), lambda role, shard: np.zeros(shard.global_shape, np.float32))
     states = live[OPTIMIZER_STATE]
     live[OPTIMIZER_STATE] = {**states, other: replace(states[other], local_tensor=states[one].local_tensor)}

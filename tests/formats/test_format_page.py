@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from paddleformers_fc.families import ModelDescription, family_for
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.registry import tiny_models
-from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.layout.shards import Shard
-from paddleformers_fc.plan.simulate import declared_model
-from paddleformers_fc.storage.manifest import MANIFEST_NAME
 from tests.families.spaces import BY_NAME
 from tests.formats import page_reader
 from tests.harness.tiny import SD2V2
@@ -44,11 +40,7 @@ def by_the_package(directory: Path) -> Digests:
 
 def save_simulated(directory: Path, grid: str, described: ModelDescription = simulate_ranks.QWEN3_MOE) -> Path:
     """Save a tiny model under a grid."""
-    model = declared_model(family_for(described.config), described, parse_grid(grid), "bfloat16")
-    ranks = range(model.grid.world_size)
-    held = [simulate_ranks.filled(model.roles(rank), value_of) for rank in ranks]
-    simulate_ranks.save(directory, held, model)
-    return directory
+    return simulate_ranks.save_model(directory, simulate_ranks.laid_out(described, grid), value_of)
 
 
 def value_of(role: str, shard: Shard) -> np.ndarray[Any, Any]:
@@ -84,19 +76,3 @@ def test_the_page_gives_every_tensor_that_a_trainer_has_saved(ranks: ForkServer,
     ranks.run("tests.trainer.jobs:run", SD2V2.nproc, settings)
     directory = tmp_path / "checkpoint-2"
     assert by_the_page(directory) == by_the_package(directory)
-
-
-def test_the_page_recognises_a_manifest_and_a_file_that_were_altered(tmp_path: Path) -> None:
-    directory = save_simulated(tmp_path / "checkpoint-1", "dp=1")
-    path = directory / MANIFEST_NAME
-    path.write_text(json.dumps({**json.loads(path.read_text()), "step": 2}) + "\n")
-    with pytest.raises(ValueError, match="seal"):
-        page_reader.read_manifest(directory)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "compression": "zstd"}) + "\n")
-    with pytest.raises(ValueError, match="fields"):
-        page_reader.read_manifest(directory)
-    directory = save_simulated(tmp_path / "checkpoint-2", "dp=1")
-    weights = next((directory / "model_state").iterdir())
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-    with pytest.raises(ValueError, match="model_state"):
-        page_reader.read_manifest(directory)

@@ -102,7 +102,9 @@ def test_numbers_of_many_models_are_refused_in_the_memory_of_one(tmp_path: Path)
     assert peak < 64_000_000
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": [1]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": [1]}', '{"weight_map": {"a": 3}}']
+)
 def test_a_malformed_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(FormatError, match="index is malformed"):

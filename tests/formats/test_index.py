@@ -1,4 +1,4 @@
-"""The index of a checkpoint: what it returns is what was written, and what cannot be is refused."""
+"""The index of a checkpoint: its tensors are those of its shards, and what cannot be is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from paddleformers_fc.errors import FormatError
@@ -43,20 +42,6 @@ def checksums(files: Mapping[str, Sequence[Shard]] = SHARDS) -> list[FileChecksu
 def decoded(raw: bytes, written: Sequence[FileChecksum]) -> Index:
     """Decode an index under the manifest's records."""
     return decode_index(raw, records_of([*written, checksum_of(INDEX_NAME, raw)]), Path(INDEX_NAME))
-
-
-def test_shards_and_checksums_survive_an_index() -> None:
-    raw = encode_index(shard_columns(SHARDS.items()), checksums())
-    index = decoded(raw, checksums())
-    for path, shards in SHARDS.items():
-        widths = [dtype_size(one.dtype) for one in shards]
-        ends = np.cumsum([HEADER, *(one.size * width for one, width in zip(shards, widths, strict=True))]).tolist()
-        assert list(index.shards(path)) == list(zip(shards, [path] * len(shards), ends, widths, strict=False))
-        entries = index.entries(path)
-        assert [(name, one.begin, one.end) for name, one in entries.items()] == list(
-            zip((one.name for one in shards), ends, ends[1:], strict=False)
-        )
-    assert index.recorded == {one.path: one for one in [*checksums(), checksum_of(INDEX_NAME, raw)]}
 
 
 HALF, OTHER_HALF = Box((0, 0), (4, 6)), Box((4, 0), (8, 6))
@@ -168,3 +153,44 @@ def test_blocks_that_are_not_those_of_the_manifest_are_refused(count: int) -> No
 def test_a_name_that_cannot_be_stored_is_refused() -> None:
     with pytest.raises(FormatError, match="null character"):
         shard_columns([("x", [Shard("a\0b", "float32", (), whole(()))])])
+
+
+# ---- Tensors from the shards of files.
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("float32", (16, 4)), ("bfloat16", (8, 4)), ("float32", (8, 4, 1))], ids=str
+)
+def test_files_that_contradict_each_other_are_named_though_their_boxes_tile_a_tensor(
+    dtype: str, shape: tuple[int, ...]
+) -> None:
+    one = Shard("w", "float32", (8, 4), Box((0, 0), (4, 4)))
+    other = Shard("w", dtype, shape, Box((4, 0), (8, 4)))
+    _, faults = gather_shards((shard, f"file {place}", 100, 4) for place, shard in enumerate((one, other)))
+    assert faults == [f"w: file 1 has {dtype} {list(shape)}, another file float32 [8, 4]"]
+
+
+class Counted(int):
+    """A number that counts how often numbers are compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return int(self) == other
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+
+@pytest.mark.parametrize("names", [1, 1024], ids=["in one tensor", "in a tensor each"])
+def test_boxes_of_one_hash_are_refused_before_they_are_compared_with_each_other(names: int) -> None:
+    places = [tuple((2**61 - 1) * digit for digit in digits) for digits in product(range(4), repeat=5)]
+    boxes = [Box(tuple(map(Counted, place)), tuple(Counted(one + 1) for one in place)) for place in places]
+    shards = [Shard(f"a{number % names}", "float32", (2**63 - 1,) * 5, box) for number, box in enumerate(boxes)]
+    assert len({hash(shard.box) for shard in shards}) == 1
+    Counted.compared = 0
+    with pytest.raises(FormatError, match="colliding hash") as caught:
+        gather_shards((shard, "0_0.distcp", 0, 4) for shard in shards)
+    assert caught.value.next_step
+    assert Counted.compared < 10 * len(shards)

@@ -18,7 +18,6 @@ from paddleformers_fc.distributed.channel import LocalChannel
 from paddleformers_fc.errors import Corrupt, FlexError, FormatError, NotACheckpoint
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.output_directory import inspect_directory
-from paddleformers_fc.execute.verify import verify_checkpoint
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP, _known
 from paddleformers_fc.formats.registry import format_of, open_checkpoint
@@ -26,7 +25,6 @@ from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.pickles import PickledObject, encode_array_dict, encode_pickle, read_pickle
 from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, open_named
-from tests.cli.support import run
 from tests.formats.damage import Damage, assert_refused, edit_json, linked_outside, with_file, without
 from tests.formats.jobs import arrays
 from tests.formats.runs import Runs
@@ -123,22 +121,6 @@ def pair(runs: Runs) -> tuple[Path, Path]:
 def copy(pair: tuple[Path, Path], tmp_path: Path) -> Path:
     """A copy of the stock Trainer's."""
     return shutil.copytree(pair[0], tmp_path / "checkpoint-2")
-
-
-def test_the_stock_trainers_checkpoint_is_read_verified_and_exported_like_ours(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    theirs, _ = pair
-    written = [run("export", source, tmp_path / source.parent.name, "--json") for source in pair]
-    assert written[0].code == written[1].code == 0
-    assert written[0].document["md5"] == written[1].document["md5"]
-    assert (tmp_path / theirs.parent.name / "config.json").exists()
-    assert run("plan", theirs, "--to", "tp=2").code == 0
-    seen = inspect_directory(theirs, "*q_proj*")
-    assert (seen.kind, seen.roles[MODEL_STATE].files) == ("paddle", 2)
-    assert any(len(tensor.pieces) == 2 for tensor in seen.tensors or ())
-    outcome, problem = verify_checkpoint(theirs, "full")
-    assert outcome.passed, problem
 
 
 def test_the_newest_complete_checkpoint_of_the_stock_trainer_is_resumed(

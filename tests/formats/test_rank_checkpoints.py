@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import paddleformers_fc
 from paddleformers_fc.errors import Corrupt, Diverged, FlexError, FormatError, MappingError, NotACheckpoint
 from paddleformers_fc.execute.diff_checkpoints import compare_checkpoints
+from paddleformers_fc.execute.digest import TensorDigest
 from paddleformers_fc.execute.export import export_checkpoint
 from paddleformers_fc.execute.output_directory import inspect_directory
 from paddleformers_fc.execute.verify import verify_checkpoint
@@ -27,7 +28,6 @@ from paddleformers_fc.formats.legacy.unified import UNIFIED
 from paddleformers_fc.formats.registry import format_of, open_checkpoint
 from paddleformers_fc.layout.roles import EMA_STATE, MASTER_WEIGHT, MODEL_STATE, OPTIMIZER_STATE
 from tests.cli.support import run
-from tests.formats.conversions import assert_equal_after_conversions
 from tests.formats.damage import (
     Damage,
     assert_refused,
@@ -42,6 +42,7 @@ from tests.formats.damage import (
     without,
 )
 from tests.formats.runs import Runs
+from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 from verification.matrix.layouts import parse_layout
 from verification.matrix.tiny import keys
@@ -75,14 +76,11 @@ FORMATS = {"sharded": "sharding_io", "stock": "legacy_hybrid", "canonical": "leg
         ("pp4vpp2+tp2", "float32", "stock", {"num_hidden_layers": 8}),
         ("tp2+pp2+sd2v2", "float32", "stock", {}),
         pytest.param("sd2s3", "bfloat16", "stock", {}, marks=pytest.mark.chosen),
-        ("pp2", "float32", "stock", TIED),
         pytest.param("sd2(ep2)", "bfloat16", "sharded", ERNIE, marks=pytest.mark.chosen),
         ("pp2+sd2(ep2)", "float32", "stock", ERNIE),
         ("sd2+tp2(ep2)", "bfloat16", "sharded", ERNIE),
-        ("sd4(ep2)", "float32", "stock", ERNIE),
         ("pp2", "float32", "canonical", TIED),
         pytest.param("tp2", "float32", "stock", {"model_type": "qwen2_5_vl"}, marks=pytest.mark.chosen),
-        ("sd2v2", "float32", "sharded", {"model_type": "qwen2_5_vl"}),
         ("dp2", "float32", "canonical", {"attention_bias": True}),
         ("tp2", "float32", "canonical", {"fuse_attention_qkv": True, "fuse_attention_ffn": True}),
         pytest.param("tp2", "bfloat16", "canonical", {}, marks=pytest.mark.chosen),
@@ -91,7 +89,6 @@ FORMATS = {"sharded": "sharding_io", "stock": "legacy_hybrid", "canonical": "leg
         ("dp2", "bfloat16", "unified, own orientation", {}),
         ("sd2(ep2)", "float32", "unified", ERNIE),
         ("dp2", "float32", "unified", {**ERNIE, "use_bias": True}),
-        ("dp2", "float32", "unified", {"model_type": "qwen2_5_vl"}),
         ("sd2(ep2)", "float32", "unified", {"model_type": "qwen3_moe"}),
         ("tp2", "float32", "paddle", {}),
     ],
@@ -228,10 +225,17 @@ def test_weights_without_files_are_those_of_their_master_weights(pair: tuple[Pat
     assert run("plan", theirs, "--to", "tp=2,pp=2").code == 0
 
 
+def digests(directory: Path, roles: tuple[str, ...]) -> list[TensorDigest]:
+    return list(canonical_digests(directory, roles=roles))
+
+
+ALL_ROLES = (MODEL_STATE, MASTER_WEIGHT, OPTIMIZER_STATE)
+
+
 @pytest.mark.parametrize(
     ("layout", "way", "bf16", "model"),
     [
-        pytest.param("tp2+sd2v2", "sharded", True, {}, marks=pytest.mark.chosen),
+        ("tp2+sd2v2", "sharded", True, {}),
         ("pp2", "canonical", False, {}),
         ("sd2+tp2(ep2)", "stock", True, ERNIE),
         pytest.param("sd2v2", "unified", True, {}, marks=pytest.mark.chosen),
@@ -244,7 +248,14 @@ def test_conversions_there_and_back_keep_the_bytes_of_every_tensor(
 ) -> None:
     source = runs(layout, WAYS[way], bf16, model)
     before = contents(source)
-    assert_equal_after_conversions(source, tmp_path)
+    for target, roles in (("flex", ALL_ROLES), ("distcp", ALL_ROLES), ("hf", (MODEL_STATE,))):
+        there, back = (tmp_path / name / source.name for name in (target, f"{target}-back"))
+        for one, other, format_ in ((source, there, target), (there, back, "flex")):
+            outcome = run("convert", one, other, "--format", format_)
+            assert outcome.code == 0, outcome.err
+        expected = digests(source, roles)
+        assert any(one.role == MODEL_STATE for one in expected)
+        assert digests(there, roles) == digests(back, roles) == expected
     assert contents(source) == before
 
 
@@ -288,15 +299,6 @@ def test_different_copies_are_refused_unless_one_is_chosen(runs: Runs, tmp_path:
         array = read_rank_file(stock, file).arrays[name]
         expected = np.frombuffer((stock / file).read_bytes(), np.float32, array.shape[0], array.begin)
         assert np.array_equal(paddleformers_fc.open(target).read(name), expected)
-
-
-def test_a_model_is_filled_from_files_without_a_configuration(ranks: ForkServer, runs: Runs, tmp_path: Path) -> None:
-    stock, target = runs("tp2", WAYS["canonical"]), tmp_path / "filled/checkpoint-3"
-    bare = copied(stock, tmp_path / "bare")
-    (bare / "config.json").unlink()
-    given = {"layout": parse_layout("dp1").to_json(), "output_dir": str(tmp_path / "filled/run"), "model": {}}
-    ranks.run("tests.trainer.loop_jobs:run", 1, {**given, "target": str(target), "source": str(bare)})
-    assert compare_checkpoints(open_checkpoint(stock), open_checkpoint(target)).equal
 
 
 # ---- What is refused.
@@ -421,3 +423,76 @@ def test_names_of_a_million_ranks_are_refused_by_the_number_of_files(name: str, 
         find_rank_files(tmp_path)
     (line,) = caught.value.evidence
     assert line.startswith("model: 1 file, but the names are of 10")
+
+
+# ---- Files of another run or under the name of another rank are found by the numbers in them.
+
+
+RUNS: Mapping[str, tuple[str, Mapping[str, Any], bool, Mapping[str, str]]] = {
+    "half": ("tp2", STOCK, True, {}),
+    "canonical": ("tp2", WAYS["canonical"], True, {}),
+    "slices": ("sd2s3", STOCK, False, {}),
+    "experts": ("sd2(ep2)", STOCK, True, ERNIE),
+}
+"""Layout, arguments, whether weights are bfloat16, and the model."""
+
+
+def swap(directory: Path, one: str, other: str) -> None:
+    (directory / one).rename(directory / "swapped")
+    (directory / other).rename(directory / one)
+    (directory / "swapped").rename(directory / other)
+
+
+def repeat(directory: Path, one: str, other: str) -> None:
+    shutil.copy(directory / one, directory / other)
+
+
+MODELS = ("model_state.tp00.pdparams", "model_state.tp01.pdparams")
+STATES = ("optimizer.tp00.pdopt", "optimizer.tp01.pdopt")
+EXPERTS = ("model_state.moe_sharding00.pdparams", "model_state.moe_sharding01.pdparams")
+EXPERT_STATES = ("optimizer.shard00.pdopt", "optimizer.shard01.pdopt")
+
+
+@pytest.mark.parametrize(
+    ("run", "change", "names", "evidence"),
+    [
+        ("half", swap, STATES, "model_state.tp00.pdparams and optimizer.tp00.pdopt are not from one save"),
+        ("half", repeat, MODELS, "model_state.tp01.pdparams contains the values of model_state.tp00.pdparams"),
+        ("canonical", swap, STATES, "model.tp00.safetensors and optimizer.tp00.pdopt are not from one save"),
+        ("slices", repeat, EXPERT_STATES, f"{EXPERT_STATES[1]} contains the values of {EXPERT_STATES[0]}"),
+        ("experts", swap, EXPERT_STATES, f"{EXPERTS[1]} and {EXPERT_STATES[1]} are not from one save"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value[0] if isinstance(value, tuple) else value),
+)
+def test_files_of_ranks_under_other_names_are_refused(
+    run: str,
+    change: Callable[[Path, str, str], None],
+    names: tuple[str, str],
+    evidence: str,
+    runs: Runs,
+    tmp_path: Path,
+) -> None:
+    copy = shutil.copytree(runs(*RUNS[run]), tmp_path / "checkpoint-2")
+    assert open_checkpoint(copy).catalog.count
+    change(copy, *names)
+    several = "files of several saves, or under the names of other ranks"
+    assert_refused(lambda: open_checkpoint(copy), Corrupt, several, evidence)
+
+
+@pytest.mark.parametrize(
+    ("change", "evidence"),
+    [
+        (lambda directory: (directory / "rng_state_1.pth").unlink(), "missing: rng_state_1.pth"),
+        (lambda directory: swap(directory, "rng_state_0.pth", "rng_state_1.pth"), "the seed of local_seed is"),
+    ],
+    ids=["missing", "exchanged"],
+)
+def test_random_generators_of_another_rank_or_of_some_ranks_alone_are_refused(
+    runs: Runs, tmp_path: Path, change: Callable[[Path], object], evidence: str
+) -> None:
+    directory = Path(shutil.copytree(runs(*RUNS["half"]), tmp_path / "checkpoint-2"))
+    paddleformers_fc.open(directory).verify()
+    change(directory)
+    opened = paddleformers_fc.open(directory)
+    for work in (opened.verify, lambda: opened.convert(tmp_path / "flex")):
+        assert_refused(work, Corrupt, "random generators of", evidence)

@@ -189,17 +189,6 @@ def test_a_configuration_that_a_conversion_gives_shows_master_weights_in_files_o
     assert not target.exists()
 
 
-def test_states_in_ranges_of_elements_are_joined_in_the_order_of_the_files(tmp_path: Path) -> None:
-    tensors = written(tmp_path, keys("llama"), of_tensor_parallel_ranks)
-    name = "lm_head.weight"
-    flat = -tensors[name].reshape(-1)
-    at = flat.size // 2 + 7
-    ranges = {FIRST: flat[:at], SECOND: np.concatenate([flat[at:], np.zeros(5, np.float32)])}
-    for file, part in ranges.items():
-        changed(tmp_path, file, lambda arrays, part=part: arrays.update({f"{name}/moment1_0": part}))
-    assert np.array_equal(paddleformers_fc.open(tmp_path).read(f"{name}.moment1_0"), -tensors[name])
-
-
 @pytest.mark.parametrize(("power", "number"), [("beta1_pow_acc_0", np.nan), ("beta2_pow_acc_0", 1.001)])
 def test_a_number_that_is_no_power_of_a_beta_is_refused_by_name_with_the_states_and_not_with_the_weights(
     power: str, number: float, tmp_path: Path

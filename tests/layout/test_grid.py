@@ -51,11 +51,8 @@ def test_unnamed_degrees_have_their_defaults() -> None:
         ("cp=2", "cp=2: context parallelism is not supported"),
         ("tp=2,tp=2", "tp: is given twice"),
         ("tp=two", "tp: 'two' is not an integer"),
-        ("tp=-1", "tp: must be at least 1"),
         ("slice_above=-1", "slice_above: must be at least 0"),
         ("tp=2.0", "tp: '2.0' is not an integer"),
-        ("tp=1e1", "tp: '1e1' is not an integer"),
-        ("tp", "tp: '' is not an integer"),
         ("split=maybe", "split: 'maybe' is neither true nor false"),
         ("tp=0", "tp: must be at least 1"),
         ("sharding=2,stage=4", "stage=4: the sharding stages are 1, 2 and 3"),
@@ -97,13 +94,6 @@ def test_tensor_parallel_ranks_are_neighbours_and_the_topology_orders_the_rest()
     assert grid.coordinates(2) == Coordinates(dp=0, sharding=0, pp=1, tp=0, ep=0, moe_sharding=0)
     first = ParallelGrid(dp=2, tp=2, pp=2, sharding=2, pp_first=True)
     assert first.coordinates(2) == Coordinates(dp=0, sharding=1, pp=0, tp=0, ep=0, moe_sharding=1)
-
-
-def test_a_pipeline_is_between_the_two_parts_of_the_sharding_axis() -> None:
-    grid = ParallelGrid(pp=2, sharding=4, split=True, ep=2)
-    assert [grid.coordinates(rank).sharding for rank in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
-    assert [grid.coordinates(rank).pp for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [grid.coordinates(rank).ep for rank in range(8)] == [0, 1] * 4
 
 
 def test_stage_3_may_cut_every_parameter() -> None:

@@ -80,11 +80,6 @@ def test_the_blocks_of_a_region_are_those_that_hold_a_byte_of_it_and_no_others(p
     assert blocks_read([part], {"a": length}) == ({"a": found} if found else {})
 
 
-def test_regions_of_several_files_are_counted_by_the_blocks_of_each_file() -> None:
-    left, right = (StoredPart(name, 100, (8,), Box((0,), (8,)), "uint8") for name in "ab")
-    assert blocks_read([left, right], {"a": 10, "b": 1000}) == {"a": [10], "b": [0]}
-
-
 def test_a_region_of_many_rows_costs_steps_by_blocks_and_not_by_rows() -> None:
     part = StoredPart("a", 0, (1 << 20, 64), Box((0, 5), (1 << 20, 6)), "float32")
     assert list(byte_runs(part, 4 << 20)) == [(20, 64 * 4 * ((1 << 20) - 1) + 23)]

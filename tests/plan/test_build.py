@@ -24,11 +24,10 @@ from paddleformers_fc.mapping.rules import Slab
 from paddleformers_fc.plan.build import ReadSource, plan_reads
 from paddleformers_fc.plan.items import LoadPlan, ReadItem
 from paddleformers_fc.plan.report import Report
-from paddleformers_fc.plan.sources import huggingface_source, resume_source, stored_mapping
+from paddleformers_fc.plan.sources import resume_source, stored_mapping
 from paddleformers_fc.storage.manifest import Manifest
 from tests.cli.test_main import python
 from tests.harness.sampling import thorough
-from tests.mapping.numbers import numbered
 from tests.plan.stored import opened, stored_tensor
 
 FUSED = RuleSet(
@@ -86,27 +85,9 @@ def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
     assert "layers.2.w: stored float16, expected float32" in text
 
 
-def test_missing_states_of_many_layers_are_one_line(tmp_path: Path) -> None:
-    rules = as_stored(*(f"layers.{i}.w" for i in range(4)))
-    catalog = stored(tmp_path, {name: np.zeros((4, 2), np.float32) for name in rules.targets}, 1)
-    states = [full(f"{name}.{state}_0", 4, 2) for name in rules.targets for state in ("moment1", "moment2")]
-    report = plan_of(catalog, rules, *states, role="optimizer_state").report
-    assert report.evidence()[1:] == ["  layers.{0...3}.w (moment1_0, moment2_0)"]
-
-
 def test_a_tensor_that_nothing_is_mapped_to_is_missing(tmp_path: Path) -> None:
     catalog = stored(tmp_path, {"q": np.zeros((8, 6), np.float32)}, 1)
     assert reported(plan_of(catalog, RuleSet({}, ()), full("q", 8, 6)).report) == {"missing": {"q"}}
-
-
-def test_a_hole_in_what_is_stored_is_found_before_anything_is_read(tmp_path: Path) -> None:
-    catalog = stored(tmp_path, {"q": np.zeros((8, 6), np.float32)}, 2)
-    tensor = catalog.roles["model_state"]["q"]
-    holed = stored_tensor("q", "float32", (8, 6), tensor.fragments[:1])
-    assert list(holed.faults()) == ["q: [4:8, 0:6] is not stored"]
-    rules = RuleSet({"w": TensorSpec((6, 8), "float32")}, (Rule(("q",), ("w",), (8,), 1, (1, 0)),))
-    plan = plan_of(Catalog(tmp_path, {"model_state": {"q": holed}}), rules, full("w", 6, 8))
-    assert "w: [0:6, 4:8] of [0:6, 0:8] is not written" in plan.report.of("coverage")
 
 
 def test_a_hole_is_reported_under_every_name_that_it_is_met_under(tmp_path: Path) -> None:
@@ -116,23 +97,6 @@ def test_a_hole_is_reported_under_every_name_that_it_is_met_under(tmp_path: Path
     rules = RuleSet(specs, tuple(Rule((name,), (name,), (6,), 1, (0, 1)) for name in specs))
     plan = plan_of(catalog, rules, *(full(name, 8, 6) for name in specs))
     assert plan.report.of("coverage") == {f"{name}: [4:8, 0:6] of [0:8, 0:6] is not written" for name in "kq"}
-
-
-def test_a_cast_never_reaches_a_master_weight(tmp_path: Path) -> None:
-    rule = Rule(("w",), ("w",), (2,), 1, (0, 1), cast="bfloat16")
-    mapping = RuleSet({"w": TensorSpec((4, 2), "bfloat16")}, (rule,)).mapping({"w": "float32"})
-    catalog = stored(tmp_path, {"w.w_0": np.zeros((4, 2), np.float32)}, 1)
-    master = catalog.roles["model_state"]["w.w_0"]
-    roles = {
-        "model_state": {"w": StoredTensor("w", master.form, (("weights", 0),))},
-        "master_weight": {"w.w_0": master},
-    }
-    wanted = {"model_state": {"w": full("w", 4, 2, dtype="bfloat16")}}
-    wanted["master_weight"] = {"w.w_0": full("w.w_0", 4, 2, dtype="bfloat16")}
-    for held in (["master_weight"], ["model_state", "master_weight"]):
-        source = ReadSource(Catalog(tmp_path, {role: roles[role] for role in held}), mapping)
-        plan = plan_reads(source, {role: wanted[role] for role in held})
-        assert reported(plan.report) == {"dtype": {"w.w_0: stored float32, expected bfloat16"}}
 
 
 @pytest.mark.parametrize(
@@ -150,12 +114,6 @@ def test_an_alias_that_is_stored_too_has_the_form_of_its_owner_and_is_compared(
         assert plan.touched == {"model_state": frozenset({"embed", "head"})}
     else:
         assert reported(plan.report) == {"unequal": {f"head: {copy.dtype} {list(copy.shape)} is not embed's form"}}
-
-
-def test_open_weights_of_another_shape_are_reported_by_the_names_in_their_files(tmp_path: Path) -> None:
-    arrays = {name: array.astype(np.float32) for name, array in numbered(FUSED.mapping()).items()}
-    _, report = huggingface_source(stored(tmp_path, {**arrays, "k": arrays["k"][:3]}, 1), FUSED)
-    assert reported(report) == {"shape": {"k: stored [3, 6], expected [4, 6]"}}
 
 
 def acorn(rules: RuleSet, **stored: StoredTensor) -> OpenedCheckpoint:

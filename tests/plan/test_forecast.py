@@ -29,15 +29,14 @@ from paddleformers_fc.layout.roles import (
 )
 from paddleformers_fc.mapping.boxes import Box, whole
 from paddleformers_fc.plan.build import ReadSource, plan_reads
-from paddleformers_fc.plan.forecast import CastFacts, PlannedLoad, cost_of, plan_load
+from paddleformers_fc.plan.forecast import PlannedLoad, cost_of, plan_load
 from paddleformers_fc.plan.items import ReadItem, StoredPart
 from paddleformers_fc.plan.simulate import SimulatedModel, declared_model
 from paddleformers_fc.plan.sources import regrouped, resume_source
 from paddleformers_fc.storage.executor import DEFAULT_OPTIONS, IMAGE_BYTES, ReadOptions, ReadPool
 from tests.harness.on_ranks import on_ranks
 from tests.harness.sampling import thorough
-from tests.mapping.strategies import with_items
-from tests.plan.stored import checkpoint_of, stored_tensor
+from tests.plan.stored import checkpoint_of
 
 MOE = {
     **family_for({"model_type": "ernie4_5_moe"}).tiny,
@@ -85,17 +84,6 @@ def test_a_forecast_for_the_same_grid_reads_each_shard_once_without_copies() -> 
     assert all(rank.peak == rank.bytes == rank.read for rank in found.ranks)
 
 
-def test_a_misfit_is_reported_as_by_a_load() -> None:
-    model = laid_out("tp=2")
-    checkpoint = checkpoint_of(laid_out("dp=1"))
-    stored = checkpoint.catalog.roles["model_state"]
-    norm = stored["model.norm.weight"]
-    stored["model.norm.weight"] = stored_tensor(norm.name, "float16", norm.shape, norm.fragments)
-    source, report = resume_source(checkpoint, model.rules)
-    with pytest.raises(MismatchError, match=r"model\.norm\.weight: stored float16, expected bfloat16"):
-        PlannedLoad(source, model, report).plan()
-
-
 def test_stored_tensors_that_no_rank_wants_are_dropped_by_permission_alone() -> None:
     config = {**MOE, "num_nextn_predict_layers": 1}
     model = laid_out("pp=2", config=config)
@@ -107,18 +95,6 @@ def test_stored_tensors_that_no_rank_wants_are_dropped_by_permission_alone() -> 
     assert {name.split(".")[1] for name in found.dropped} == {
         *("mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")
     }
-
-
-def test_casts_are_reported() -> None:
-    model = laid_out("tp=2", "bfloat16")
-    source, report = resume_source(checkpoint_of(laid_out("dp=1", "float32")), model.rules)
-    links = (
-        structs.replace(link, cast=model.rules.targets[link.target].dtype) for link in source.mapping.correspondences
-    )
-    casting = structs.replace(source, mapping=with_items(source.mapping, *links))
-    found = PlannedLoad(casting, model, report, list(source.mapping.sources)).plan()
-    assert CastFacts("model.norm.weight", "float32", "bfloat16") in found.cast
-    assert not [cast for cast in found.cast if cast.name.endswith("gate.weight")]
 
 
 @thorough(150)
@@ -171,29 +147,19 @@ LARGE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("grid", "planned", "seconds", "largest"),
-    [
-        ("tp=8,pp=8,sharding=16,ep=16,split=true", 1024, 30, 10e9),
-        ("tp=8,pp=8,sharding=160,ep=64,split=true", 10_240, 60, 4e9),
-    ],
-    ids=["1,024", "10,240"],
-)
 @on_ranks(1, server="bare_ranks")
-def test_thousands_of_ranks_of_a_large_model_are_planned_in_a_minute_of_one_core(
-    grid: str, planned: int, seconds: float, largest: float
-) -> None:
+def test_10240_ranks_of_a_large_model_are_planned_in_a_minute_of_one_core() -> None:
     stored = checkpoint_of(laid_out("tp=4,pp=4,sharding=16,ep=64,split=true", config=LARGE))
     started = time.process_time()
-    model = laid_out(grid, config=LARGE)
+    model = laid_out("tp=8,pp=8,sharding=160,ep=64,split=true", config=LARGE)
     source, report = resume_source(stored, model.rules)
     found = PlannedLoad(source, model, report).plan()
-    assert time.process_time() - started < seconds
+    assert time.process_time() - started < 60
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 4 << 30
-    assert len(found.ranks) == planned
+    assert len(found.ranks) == 10_240
     assert 299e9 < sum(math.prod(tensor.shape) for tensor in model.tensors) < 300e9
     # Each rank has the weights of its stage and experts, and a share of the states; the states are held once.
-    assert max(rank.bytes for rank in found.ranks) < largest
+    assert max(rank.bytes for rank in found.ranks) < 4e9
     assert 1 <= found.amplification < 1.2
 
 

@@ -14,7 +14,6 @@ from paddleformers_fc.plan.transfer_plan import (
     Transfer,
     VisibleTo,
     assign_transfers,
-    boxes_within,
     readers,
     schedule_rounds,
     size_of,
@@ -127,22 +126,3 @@ def test_one_reader_is_found_for_every_range_even_by_bytes() -> None:
     found = readers([*parts, *parts], {"b": [1]}, 2)
     assert found[parts[3]] == 1
     assert {found[one] for one in parts[1:3]} == {1 - found[parts[0]]}
-
-
-def test_many_receivers_make_small_pieces() -> None:
-    moves = [Transfer(part("a", 1000, dtype="int8"), 0, tuple(range(11)))]
-    schedule = schedule_rounds(moves, 0, limit=100)
-    assert {piece.size for pieces in schedule.rounds for piece in pieces} == {10}
-
-
-@given(
-    st.lists(st.integers(1, 5), max_size=4).flatmap(lambda shape: st.tuples(st.just(tuple(shape)), st.integers(1, 30)))
-)
-def test_a_box_is_cut_into_boxes_that_tile_it(case: tuple[tuple[int, ...], int]) -> None:
-    shape, most = case
-    box = Box(tuple(2 for _ in shape), tuple(2 + length for length in shape))
-    found = list(boxes_within(box, most))
-    assert all(one.volume <= most for one in found)
-    assert not list(cover_faults(box, found))
-    assert sum(one.volume for one in found) == box.volume, "none reaches beyond the box"
-    assert found == sorted(found, key=lambda one: one.lo)

@@ -1,11 +1,11 @@
-"""An S3 store on this machine: moto's server, whose answers are counted, and which can repeat what it was sent."""
+"""An S3 store on this machine: moto's server, which can refuse requests, and repeat what it was sent."""
 
 from __future__ import annotations
 
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ class Store:
     Attributes:
         application: moto's.
         url: where it answers.
-        answers: path and number of bytes of every answer to a GET, be it of an object, of a range of one, or a listing.
         repeats: whether a range is refused, with an error that repeats by whom it was asked for.
         accepts: called with method, path and query before a request that may change an object; False refuses it.
         changed: called with the path after an object was written, but not by the client of the test.
@@ -44,16 +43,9 @@ class Store:
 
     application: Callable[..., Iterable[bytes]]
     url: str = ""
-    answers: list[tuple[str, int]] = field(default_factory=list)
     repeats: bool = False
     accepts: Callable[[str, str, str], bool] = lambda method, path, query: True
     changed: Callable[[str], None] = lambda path: None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def bytes(self) -> int:
-        """How many bytes were sent."""
-        return sum(length for _, length in self.answers)
 
     def __call__(self, request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         """Answer one request."""
@@ -68,9 +60,6 @@ class Store:
         body = b"".join(self.application(request, start))
         if method in ("PUT", "POST") and "Boto3" not in request.get("HTTP_USER_AGENT", ""):
             self.changed(path)
-        if request["REQUEST_METHOD"] == "GET":
-            with self.lock:
-                self.answers.append((request["PATH_INFO"], len(body)))
         return [body]
 
 
@@ -153,7 +142,6 @@ def bucket(s3: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     client = boto3.client("s3", endpoint_url=s3.url, config=Config(**patient))
     name = f"bucket-{uuid.uuid4().hex}"
     client.create_bucket(Bucket=name)
-    s3.answers.clear()
     yield Bucket(s3, client, RemotePath(f"s3://{name}"))
     s3.repeats, s3.accepts = False, lambda method, path, query: True
     s3.changed = lambda path: None

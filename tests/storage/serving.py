@@ -27,7 +27,6 @@ class Served:
         root: the directory.
         url: of it.
         ranges: path, first byte and length of every range that was asked for.
-        looks: how many files were asked about, without their bytes.
         refuse: statuses to answer with, by the end of a path.
         answer: what is sent in place of a range's bytes.
         tags: whether files have entity tags and times.
@@ -36,7 +35,6 @@ class Served:
     root: Path
     url: str = ""
     ranges: list[tuple[str, int, int]] = field(default_factory=list)
-    looks: int = 0
     refuse: dict[str, int] = field(default_factory=dict)
     answer: Callable[[bytes], bytes] = bytes
     tags: bool = True
@@ -46,10 +44,6 @@ class Served:
     def bytes(self) -> int:
         """How many bytes were asked for."""
         return sum(length for _, _, length in self.ranges)
-
-    def forget(self) -> None:
-        """Count from zero again."""
-        self.ranges, self.looks = [], 0
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -62,8 +56,6 @@ class _Handler(SimpleHTTPRequestHandler):
         super().__init__(*arguments, directory=str(served.root))  # type: ignore[arg-type]
 
     def do_HEAD(self) -> None:
-        with self._served.lock:
-            self._served.looks += 1
         if not self._refused():
             self._send(b"", looking=True)
 

@@ -8,9 +8,7 @@ import fcntl
 import itertools
 import os
 import re
-import signal
 import subprocess
-import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -69,27 +67,12 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint-5"
 
 
-def test_the_staging_directory_is_hidden_next_to_the_target_and_locked(tmp_path: Path) -> None:
-    with staging_directory(tmp_path / "checkpoint-5") as one, staging_directory(tmp_path / "checkpoint-5") as other:
-        assert one.path.parent == tmp_path
-        assert one.path.name.startswith(".checkpoint-5.unfinished-")
-        assert names_in(one.path) == [LOCK_NAME]
-        assert one.path != other.path
-        recover(tmp_path)
-        assert names_in(tmp_path) == sorted([one.path.name, other.path.name])
-
-
-@pytest.mark.parametrize("older", ["nothing", "an empty directory", "another save"])
-def test_a_committed_checkpoint_holds_what_was_staged_and_nothing_else(tmp_path: Path, older: str) -> None:
+def test_a_checkpoint_takes_the_place_of_an_empty_directory(tmp_path: Path) -> None:
     target = tmp_path / "out" / "runs" / "checkpoint-5"
-    if older == "an empty directory":
-        target.mkdir(parents=True)
-    elif older == "another save":
-        save(target, 1)
+    target.mkdir(parents=True)
     assert save(target, 2) is None
     assert value_of(target) == 2
     assert names_in(target.parent) == ["checkpoint-5"]
-    assert names_in(target) == [MANIFEST_NAME, "model_state", "trainer"]
 
 
 def part_copies(checkpoint: Path) -> None:
@@ -329,29 +312,6 @@ def test_a_save_that_was_cleaned_away_before_it_had_its_lock_starts_again(
 
 # ---- Stale staging directories after crashes.
 
-HOLD = """
-import signal, sys
-from pathlib import Path
-from paddleformers_fc.storage.commit import staging_directory
-with staging_directory(Path(sys.argv[1])) as staging:
-    print(staging.path.name, flush=True)
-    signal.pause()
-"""
-
-
-def test_the_staging_directory_of_a_process_is_deleted_once_it_has_been_killed(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "checkpoint-5")], stdout=subprocess.PIPE) as held:
-        assert held.stdout
-        name = held.stdout.readline().decode().strip()
-        recover(tmp_path)
-        (one,) = leftovers(tmp_path)
-        assert (one.path.name, one.why, one.removable, one.stays) == (name, "A running save uses it.", False, True)
-        held.send_signal(signal.SIGKILL)
-    (one,) = leftovers(tmp_path)
-    assert (one.path.name, one.why, one.removable, one.stays) == (name, "Its save was interrupted.", True, False)
-    recover(tmp_path)
-    assert names_in(tmp_path) == []
-
 
 def test_a_process_that_a_save_has_forked_does_not_keep_its_lock(tmp_path: Path) -> None:
     wait, go = os.pipe()
@@ -453,21 +413,6 @@ def test_two_processes_that_recover_at_the_same_time_do_not_disturb_each_other(t
         assert (names_in(output_dir), value_of(output_dir / "checkpoint-5")) == (["checkpoint-5"], 1)
         if number >= len(calls):
             return
-
-
-def test_names_that_only_look_similar_are_not_stale_directories(tmp_path: Path) -> None:
-    for name in (
-        ".checkpoint-5.unfinished-",
-        ".checkpoint-5.unfinished-xyz",
-        "checkpoint-5.unfinished-ab",
-        ".unfinished-ab",
-    ):
-        (tmp_path / name).mkdir()
-        assert parse_hidden(tmp_path / name) is None
-    before = names_in(tmp_path)
-    recover(tmp_path)
-    assert leftovers(tmp_path) == leftovers(tmp_path / "gone") == []
-    assert names_in(tmp_path) == before
 
 
 @pytest.mark.parametrize("kind", ["rename", "create"], ids=["cannot be deleted", "cannot be locked"])

@@ -25,7 +25,6 @@ from paddleformers_fc.storage.operations import (
     Memory,
     Operation,
     bytes_read,
-    is_read_directly,
     row_major,
     scaled,
     strided,
@@ -186,76 +185,6 @@ def test_operations_fill_what_indexing_gives_and_hash_what_is_stored(
 
 
 @thorough(100)
-@given(cases(), st.data())
-def test_a_flipped_bit_is_found_in_its_block(tmp_path_factory: pytest.TempPathFactory, case: Case, data: Any) -> None:
-    path = tmp_path_factory.getbasetemp() / "flipped.bin"
-    values = [numbers_of(one, False) for one in case.stored]
-    checksum = written(path, [(0, array.tobytes()) for array in values], case.block_bytes)
-    raw = bytearray(path.read_bytes())
-    place = data.draw(st.integers(0, len(raw) - 1))
-    raw[place] ^= 1 << data.draw(st.integers(0, 7))
-    path.write_bytes(raw)
-    outs = [np.zeros(array.shape, array.dtype) for array in values]
-    operations, begin = [], 0
-    for array, out in zip(values, outs, strict=True):
-        whole = Wanted(0, (0,) * array.ndim, array.shape, array.dtype, (), (), 0)
-        made = operation_of(path, begin, array, whole, out)
-        operations += [] if made is None else [made]
-        begin += array.nbytes
-    blocks = {path: OwnedBlocks(checksum, frozenset(range(checksum.count)))}
-    with ReadPool(case.options) as pool:
-        pool.run(operations, blocks)
-        pool.hash_rest(blocks)
-    assert blocks[path].differing == {place // case.block_bytes}
-
-
-@thorough(100)
-@given(st.data())
-def test_every_cut_has_each_element_once(data: Any) -> None:
-    case = data.draw(cases())
-    one = case.wanted[0]
-    stored = case.stored[one.number]
-    values, out = np.zeros(stored.shape, stored.dtype), target_of(one)
-    whole = operation_of(Path("file"), 7, values, one, out)
-    if whole is None:
-        return
-    step = data.draw(st.integers(1, 70))
-    bounds = range(7 - data.draw(st.integers(0, step)), whole.end, step)
-    found = [(at, place) for at in bounds for piece in whole.cut(at, at + step) for place in places(piece)]
-    assert [place for _, place in found] == places(whole)
-    assert all(at <= begin < at + step for at, (begin, _) in found)
-
-
-def places(piece: Operation) -> list[tuple[int, int]]:
-    """The offset and the address of every element, in the order of the file."""
-    found = (
-        [(piece.begin, piece.address)]
-        if piece.sizes
-        else [(piece.begin + n, piece.address + n) for n in range(piece.size)]
-    )
-    for length, source, target in zip(piece.sizes, piece.sources, piece.targets, strict=True):
-        found = [(begin + n * source, address + n * target) for begin, address in found for n in range(length)]
-    return found
-
-
-@pytest.mark.parametrize("rows", [1024, 1000])
-@pytest.mark.parametrize("is_hashed", [False, True])
-def test_a_transpose_with_rows_at_a_power_of_two_is_the_same_numbers(
-    tmp_path: Path, rows: int, is_hashed: bool
-) -> None:
-    path, values = tmp_path / "matrix", np.arange(rows * 2048, dtype=np.float32).reshape(rows, 2048)
-    checksum = written(path, [(5, values.tobytes())], 1 << 20)
-    out = np.zeros((2048, rows), np.float32)
-    whole = Wanted(0, (0, 0), values.shape, values.dtype, (), (), 0)
-    made = operation_of(path, 5, values, whole, out.T)
-    assert made is not None
-    blocks = {path: OwnedBlocks(checksum, frozenset(range(checksum.count)))} if is_hashed else {}
-    with ReadPool() as pool:
-        pool.run([made], blocks)
-    assert out.tobytes() == values.T.tobytes()
-
-
-@thorough(100)
 @given(st.data())
 def test_numbers_with_scales_are_multiplied_and_cast_once(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "scaled.bin"
@@ -349,12 +278,3 @@ def test_no_thread_works_after_an_interrupt_even_if_its_pool_does_not_know_it() 
         with pytest.raises(KeyboardInterrupt):
             run_workers(pool, 2, iter(range(5)), work)
         assert processed == [0]
-
-
-def test_long_runs_are_read_directly_whatever_lies_between_them() -> None:
-    run = 16 << 10
-    assert is_read_directly((2, 4, run), (8 * run, run, 1), 1), "rows that follow one another, in blocks with gaps"
-    assert is_read_directly((4, run), (2 * run, 1), 1)
-    assert not is_read_directly((4, run // 2), (run, 1), 1), "the gaps are read as well"
-    assert is_read_directly((4, run // 2), (8 * run, 1), 1), "the gaps are too long"
-    assert not is_read_directly((4, 512), (8 * run, 1), 1)

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from paddleformers_fc.errors import FormatError, OptionError
-from paddleformers_fc.storage.paths import RemotePath, mask_credentials, parse_path, parse_step, require_local
+from paddleformers_fc.storage.paths import RemotePath, mask_credentials, parse_hidden, parse_path, parse_step
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,6 @@ def test_a_url_is_remote_and_loses_its_last_slash(text: str, url: str) -> None:
 def test_a_url_that_cannot_be_a_directory_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match="cannot be used as a directory"):
         parse_path(text)
-
-
-def test_an_empty_text_is_not_the_current_directory() -> None:
-    for name in (parse_path, lambda text: require_local(text, "An export")):
-        with pytest.raises(OptionError, match="path of a directory is empty"):
-            name("")
-    assert parse_path(".") == parse_path(Path()) == Path()
 
 
 def test_a_remote_path_is_taken_apart_and_put_together_as_a_local_one() -> None:
@@ -90,8 +83,9 @@ def test_users_and_passwords_are_not_shown(url: str, shown: str) -> None:
     assert mask_credentials(f"no access to {url} today") == f"no access to {shown} today"
 
 
-def test_a_path_to_write_must_be_local() -> None:
-    assert require_local("out", "A checkpoint") == Path("out")
-    with pytest.raises(OptionError, match=r"(?s)cannot be written to sftp://\*\*\*@host/run.*upload") as caught:
-        require_local("sftp://ann:secret@host/run", "A checkpoint")
-    assert "secret" not in caught.value.render()
+@pytest.mark.parametrize(
+    "name",
+    [".checkpoint-5.unfinished-", ".checkpoint-5.unfinished-xyz", "checkpoint-5.unfinished-ab", ".unfinished-ab"],
+)
+def test_a_name_that_only_looks_similar_is_not_that_of_a_stale_directory(name: str) -> None:
+    assert parse_hidden(Path(name)) is None

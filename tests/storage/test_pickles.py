@@ -115,8 +115,8 @@ def test_objects_of_any_class_are_their_attributes_and_nothing_is_called(tmp_pat
 class Calls:
     """Pickles as a call."""
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any, state: Any = None) -> None:
-        self.parts = (function, arguments) if state is None else (function, arguments, state)
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.parts = function, arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.parts

@@ -95,11 +95,6 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
     "dtype missing": ({"t": {"shape": [1], "data_offsets": [0, 4]}}, b"1234", "'t' does not have exactly the fields"),
     "unknown field": ({"t": tensor(extra=1)}, b"1234", "'t' does not have exactly the fields"),
     "unknown dtype": ({"t": tensor(dtype="F4")}, b"1234", "'t' has the dtype 'F4'"),
-    "dtype not text": (
-        {"t": tensor(dtype=["F32"])},
-        b"1234",
-        "'t' has an invalid entry: .*`str`, got `array` - at `.*dtype",
-    ),
     "shape no list": ({"t": tensor(shape=1)}, b"1234", "'t' has an invalid entry: .*`array`, got `int` - at `.*shape"),
     "negative extent": ({"t": tensor(shape=[-1])}, b"1234", "'t' has a shape"),
     "minus zero": (
@@ -110,7 +105,6 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
     "extent beyond 64 bits": ({"t": tensor(shape=[2**64, 0], offsets=[0, 0])}, b"", "'t' has a shape"),
     "size beyond 64 bits": ({"t": tensor(shape=[2**62, 4])}, b"1234", r"'t' .* more than 2\^64-1 bytes"),
     "zero hides overflow": ({"t": tensor(shape=[2**63, 4, 0], offsets=[0, 0])}, b"", r"more than 2\^64-1 bytes"),
-    "one offset": ({"t": tensor(offsets=[0])}, b"1234", "'t' has an invalid entry: .*length 2, got 1"),
     "negative offset": ({"t": tensor(offsets=[-4, 0])}, b"1234", "'t' has data_offsets"),
     "offsets reversed": ({"t": tensor(offsets=[4, 0])}, b"1234", "'t' takes the bytes 4 to 0"),
     "size does not fit": ({"t": tensor(shape=[2])}, b"1234", "'t' takes the bytes 0 to 4, .* has 8 bytes"),
@@ -127,14 +121,13 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
         b"1",
         "the key 'dtype' twice",
     ),
-    "metadata twice": (b'{"__metadata__":{"a":"1"},"__metadata__":{"a":"2"}}', b"", "the key '__metadata__' twice"),
     "metadata key twice": (b'{"__metadata__":{"a":"1","a":"2"}}', b"", "the key 'a' twice"),
     "metadata no object": ({"__metadata__": "x"}, b"", "__metadata__ is not an object"),
     "metadata not text": ({"__metadata__": {"a": 1}}, b"", r"__metadata__\['a'\] is not a string"),
 }
 
 
-READ_BY_THE_LIBRARY = {"leading space", "unknown field", "key twice", "metadata twice", "metadata key twice"}
+READ_BY_THE_LIBRARY = {"leading space", "unknown field", "key twice", "metadata key twice"}
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -269,31 +262,6 @@ def random_parts(draw: st.DrawFn) -> bytes:
 @example(data=header_bytes(b'{"t":{"dtype":"F32","shape":[-0],"data_offsets":[0,0]}}'))
 def test_any_bytes_are_refused_or_read_as_the_library_does(scratch: Path, data: bytes) -> None:
     refused_or_as_the_library_reads_it(scratch, data)
-
-
-@THOROUGH
-@given(
-    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=3),
-    which=st.integers(0, 2),
-    field=st.sampled_from(["begin", "end", "shape", "name", "nothing"]),
-    by=st.sampled_from([-4, -1, 1, 4, 2**32, 2**62, 2**64]),
-    spelling=st.sampled_from(list(SPELLINGS)),
-)
-def test_a_header_with_one_thing_changed_is_refused_or_read_as_the_library_does(
-    scratch: Path, sizes: list[int], which: int, field: str, by: int, spelling: str
-) -> None:
-    which %= len(sizes)
-    entries, position = [], 0
-    for number, size in enumerate(sizes):
-        name, shape, begin, end = f"t{number}", size, position, position + 4 * size
-        if number == which:
-            name = "t0" if field == "name" else name
-            shape += by * (field == "shape")
-            begin, end = begin + by * (field == "begin"), end + by * (field == "end")
-        entries.append(f'"{name}":{json.dumps(tensor("F32", [shape], [begin, end]), separators=SPELLINGS[spelling])}')
-        position += 4 * size
-    text = "{" + ",".join(entries) + "}"
-    refused_or_as_the_library_reads_it(scratch, header_bytes(text.encode()) + bytes(position))
 
 
 def test_a_header_of_very_many_shapes_without_an_element_is_refused(tmp_path: Path) -> None:
