@@ -173,18 +173,3 @@ def test_a_save_that_begins_during_a_cleanup_is_kept(output_dir: Path) -> None:
         output_directory.clean(output_dir, confirmed)
         assert NOBODYS in names(output_dir)
         assert DEAD not in names(output_dir)
-
-
-def test_inspect_lists_checkpoints_and_stale_directories(output_dir: Path) -> None:
-    (output_dir / "checkpoint-3").rename(output_dir / "checkpoint-5")
-    document = run("inspect", output_dir, "--json").document
-    assert document["kind"] == "output_directory"
-    faults = {one["name"]: one["fault"] for one in document["output"]["checkpoints"]}
-    assert list(faults) == ["checkpoint-5", "checkpoint-4"]
-    assert faults["checkpoint-4"] == ""
-    assert "contains step 3: rename it to checkpoint-3" in faults["checkpoint-5"]
-    assert {one["name"] for one in document["output"]["leftovers"]} > LEFT
-    text = run("inspect", output_dir)
-    assert text.code == 0
-    assert all(name in text.out for name in LEFT)
-    assert "paddleformers-fc clean" in text.out

@@ -51,13 +51,6 @@ def test_a_url_gives_the_same_output_as_its_directory(four: Path, weights: Path,
                 assert {**found, "path": "", "seconds": 0} == {**expected, "path": "", "seconds": 0}
 
 
-def test_a_load_from_a_store_is_planned_without_its_tensors(stored: Path) -> None:
-    expected = run("plan", stored, "--to", "tp=4", "--json").document
-    with serving(stored.parent) as served:
-        found = run("plan", f"{served.url}/{stored.name}", "--to", "tp=4", "--json").document
-    assert {**found, "path": ""} == {**expected, "path": ""}
-
-
 def test_a_url_without_a_checkpoint_is_refused(served: Served) -> None:
     top = run("inspect", served.url)
     assert (top.code, "Name a checkpoint inside it: checkpoint-3" in top.err) == (1, True)

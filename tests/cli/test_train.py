@@ -497,20 +497,6 @@ def second_of_two(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_ranks_of_several_nodes_are_started_by_the_stock_command(
-    tmp_path: Path, on: Any, second_of_two: pytest.MonkeyPatch
-) -> None:
-    path = config(tmp_path)
-    job = prepare(path, 2, ["tensor_model_parallel_size=4"])
-    assert (job.command[1:4], job.ranks) == (HANDED_OVER[:3], None)
-    assert job.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert job.environment["PADDLE_DISTRI_BACKEND"] == "gloo"
-    assert (job.environment["MASTER_ADDR"], job.environment["MASTER_PORT"]) == ("127.0.0.1", "8123")
-    assert job.log_dir == str(tmp_path / "out/log-node-1")
-    with pytest.raises(OptionError, match="4 ranks cannot be divided into groups of 3"):
-        prepare(path, 2, ["tensor_model_parallel_size=3"])
-
-
 def test_nodes_of_gpus_run_the_stock_command(tmp_path: Path, on: Any, second_of_two: pytest.MonkeyPatch) -> None:
     on("gpu:0")
     second_of_two.setenv("MASTER_ADDR", "localhost")
