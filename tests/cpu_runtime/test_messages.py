@@ -64,23 +64,6 @@ def test_a_send_does_not_wait_for_its_receiver() -> None:
     assert set(received([elements], peer)) == {float(peer)}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@on_ranks(3)
-def test_sends_in_a_coalescing_block_start_before_receives_wait(dtype: str) -> None:
-    rank, size = started()
-    before, after = (rank - 1) % size, (rank + 1) % size
-    out = paddle.full([2], float(rank)).astype(dtype)
-    into, again = (paddle.zeros([2]).astype(dtype) for _ in range(2))
-    for task in dist.batch_isend_irecv([dist.P2POp(dist.irecv, into, before), dist.P2POp(dist.isend, out, after)]):
-        task.wait()
-    group = dist.collective._get_default_group().process_group
-    group._start_coalescing()
-    group.recv_on_calc_stream(again, before)
-    group.send_on_calc_stream((out.astype("float32") + 10).astype(dtype), after)
-    group._end_coalescing()
-    assert paddle.concat([into, again]).astype("float32").tolist() == [before, before, before + 10, before + 10]
-
-
 @on_ranks(2)
 def test_messages_arrive_in_the_order_in_which_they_were_requested() -> None:
     rank, _ = started()
@@ -105,21 +88,6 @@ def test_messages_of_two_groups_do_not_mix() -> None:
     assert [received([1], 0, group) for group in reversed(groups)] == [[1.0], [0.0]]
 
 
-@on_ranks(4)
-def test_halves_of_a_tensor_travel_apart_and_are_joined() -> None:
-    rank, _ = started()
-    senders, receivers = dist.new_group([0, 1]), dist.new_group([2, 3])
-    world = dist.collective._get_default_group().process_group
-    if rank in senders.ranks:
-        world.send_partial_on_calc_stream(paddle.arange(6, dtype="float32"), rank + 2, 2, rank)
-        return
-    tensor = paddle.zeros([6])
-    world.recv_partial_on_calc_stream(tensor, rank - 2, 2, rank - 2)
-    assert tensor.tolist() == ([0.0, 1.0, 2.0, 0.0, 0.0, 0.0] if rank == 2 else [0.0, 0.0, 0.0, 3.0, 4.0, 5.0])
-    receivers.process_group.all_gather_partial_on_calc_stream(tensor, tensor, 2, rank - 2)
-    assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-
-
 @on_ranks(2)
 def test_a_message_of_another_size_is_refused() -> None:
     rank, _ = started()
@@ -138,18 +106,3 @@ def test_a_message_that_never_comes_is_named() -> None:
             patch.setenv(p2p.TIMEOUT_VARIABLE, "0.2")
             with pytest.raises(PeerError, match=r"Rank 1 waited 0\.2 s for a message from rank 0 that never came"):
                 received([2], 0)
-
-
-@on_ranks(2)
-def test_every_tensor_parallel_rank_gets_the_first_ones_inputs() -> None:
-    from paddle.distributed import fleet
-    from paddle.distributed.fleet.meta_parallel import tensor_parallel
-
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 2, "pp_degree": 1}
-    fleet.init(is_collective=True, strategy=strategy)
-    rank, group = dist.get_rank(), fleet.get_hybrid_communicate_group()
-    inputs, named = tensor_parallel.broadcast_input_data(
-        group, paddle.full([2], float(rank)), labels=paddle.to_tensor([rank, rank])
-    )
-    assert (inputs[0].tolist(), named["labels"].tolist()) == ([0.0, 0.0], [0, 0])
