@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 
@@ -11,6 +12,7 @@ from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping import Shape, Tie, prove
 from tests.aoa import stock
 from tests.aoa.spaces import side
+from tests.harness.work import calls
 
 Shapes = dict[str, Shape]
 logging.getLogger("paddle.distributed.flex_checkpoint.aoa.aoa_engine").setLevel(logging.ERROR)
@@ -24,6 +26,7 @@ LEFT = {
     "e.1.w": (2,),
     "r.0.0": (2,),
     "r.1.1": (2,),
+    "s": (),
 }
 RIGHT = {"c": (4, 6), "d": (8, 6), "y.1.w": (2, 2), "y.2.w": (2, 2)}
 
@@ -78,6 +81,7 @@ REFUSED = {
     "a, b, b -> c, fused_qkv, num_heads=2": "fused_qkv requires num_key_value_groups, at least 1",
     "a, b, b -> c, fused_qkv, num_heads=3, num_key_value_groups=2": "num_heads=3 is not divisible by",
     "a -> c, fused_ffn, axis=2": "Shape [4, 6] has no axis 2. Accepted: axis=1",
+    "s^T, s -> c, axis=0": "Shape [] has no axis 0. Accepted: a tensor with axes",
     "a, e.0.w -> d, axis=0": "Shapes [4, 6] and [2] differ on axes other than 0",
     "a -> p, q, r, axis=0": "Length 4 on axis 0 is not divisible into 3 equal lengths",
     "a, b, b -> c, fused_qkv, num_heads=5, num_key_value_groups=1": "Length 6 on axis 1 is not divisible into 5 heads",
@@ -98,7 +102,7 @@ REFUSED = {
     "x.*.v -> c, axis=0": "`x.*.v` matches no tensor of its side",
     "x.*.w^T -> c, axis=0": "`^T` is not supported for a name with `*`",
     "a -> d": "`d` has shape [8, 6], its value has shape [4, 6]",
-    "a -> p[0:900000000], axis=0": "The statements expand to more than 200768 names and boxes",
+    "a -> p[0:900000000], axis=0": "The statements expand to more than 200832 names and boxes",
     "a, b, b -> c, fused_qkv, num_heads=900000000, num_key_value_groups=900000000": "into 900000000 heads",
     "a -> c ; _ -> c": "`c` keeps its initial values here and is assigned by statement 1",
     "a -> t, dtype='float16' ; t -> c, dtype='bfloat16'": "The value is already converted to float16",
@@ -256,3 +260,33 @@ def test_a_reversed_configuration_is_the_reverse_of_its_statements() -> None:
 def test_a_configuration_with_a_key_or_value_that_is_not_known_is_refused(config: object, message: str) -> None:
     with pytest.raises(MappingError, match=message):
         read_config(config)
+
+
+HOSTILE = {
+    "a long name": "a" * 1_000_000,
+    "many names": ", ".join(f"n{index}" for index in range(20_000)) + " -> c, axis=0",
+    "many placeholders": "m." + "$LAYER_ID" * 20_000 + " -> c",
+    "many stars": "*".join(["m"] * 50_000) + " -> c",
+    "a deep permutation": "a -> c, permute='[" + "1, " * 100_000 + "]'",
+    "spaces": "a" + " " * 500_000 + "-> c" + "\t" * 500_000,
+    "digits": "a -> c, axis=" + "9" * 500_000,
+    "lines": "\n" * 500_000 + "a -> c",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_text_is_refused_in_bounded_time(kind: str) -> None:
+    began = time.process_time()
+    error = refusal(HOSTILE[kind], right={"c": (6, 4)})
+    assert time.process_time() - began < 10
+    assert all(len(line) < 3_000 for line in error.evidence)
+
+
+def test_twice_the_tensors_take_about_twice_the_work() -> None:
+    def work(layers: int) -> int:
+        left = side({f"m.{index}.{part}": (2, 2) for index in range(layers) for part in "gu"})
+        right = side({f"m.{index}.gu": (2, 4) for index in range(layers)})
+        statement = "m.$LAYER_ID.g^T, m.$LAYER_ID.u^T -> m.$LAYER_ID.gu, fused_ffn"
+        return calls(lambda: parse([statement], left, right))
+
+    assert work(4_000) < 8 * work(500) * 1.1
