@@ -10,13 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import paddleformers_fc
 from paddleformers_fc.execute.diff_checkpoints import DeviationSum
 from paddleformers_fc.storage import executor
 from paddleformers_fc.storage.executor import Window
-from tests.cli.support import document_of, run, save
+from tests.cli.support import document_of, open_weights, run, save
 from tests.execute.simulated import canonical
 
 CHANGED = "model.layers.1.self_attn.v_proj.weight"
@@ -166,8 +165,7 @@ def test_another_shape_or_dtype_of_the_same_bytes_is_a_difference(tmp_path: Path
     zeros = np.zeros((4, 2), np.float32)
     forms = {"a": zeros, "shape": zeros.reshape(2, 4), "dtype": zeros.astype(np.int32)}
     for name, array in forms.items():
-        (tmp_path / name).mkdir()
-        save_file({"w": array}, tmp_path / name / "model.safetensors")
+        open_weights(tmp_path / name, {"w": array})
     assert "w: shape [4, 2] and [2, 4]" in run("diff", tmp_path / "a", tmp_path / "shape").out
     for tolerance in ((), ("--atol", "1")):
         outcome = run("diff", tmp_path / "a", tmp_path / "dtype", *tolerance)
@@ -177,9 +175,7 @@ def test_another_shape_or_dtype_of_the_same_bytes_is_a_difference(tmp_path: Path
 
 def test_different_model_families_are_reported(tmp_path: Path) -> None:
     for name, family in (("a", "llama"), ("b", "qwen3")):
-        (tmp_path / name).mkdir()
-        save_file({f"{name}.weight": np.zeros(2, np.float32)}, tmp_path / name / "model.safetensors")
-        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": family}))
+        open_weights(tmp_path / name, {f"{name}.weight": np.zeros(2, np.float32)}, {"model_type": family})
     outcome = run("diff", tmp_path / "a", tmp_path / "b")
     assert outcome.code == 1
     assert "A is a model of family llama, B of qwen3.\n" in outcome.out

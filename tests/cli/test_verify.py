@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
-from safetensors.numpy import save_file
 
 from paddleformers_fc.storage.export_checksums import encode_checksums, read_checksums
 from paddleformers_fc.storage.manifest import read_manifest, write_manifest
-from tests.cli.support import SIZES, alter, document_of, flip, run, save, seal
+from tests.cli.support import SIZES, alter, document_of, flip, open_weights, run, save, seal
 from tests.execute.simulated import CONFIG, canonical
 from tests.families.test_transformers import CASES
 
@@ -252,8 +251,7 @@ def test_open_weights_are_checked_as_far_as_they_can_be(weights: Path) -> None:
 )
 def test_open_weights_of_transformers_5_are_read_or_recognised(tmp_path: Path, case: str, hint: str) -> None:
     tensors = {name: np.zeros(shape, np.float32) for name, shape in CASES[case]["tensors"].items()}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(CASES[case]["config"]))
+    open_weights(tmp_path, tensors, CASES[case]["config"])
     document = run("verify", tmp_path, "--json").document
     assert document["passed"] == (not hint)
     if hint:
@@ -292,10 +290,7 @@ def test_documents_without_checksums_are_listed_and_weights_without_them_rejecte
     "changed", [{}, {"intermediate_size": 32}, {"num_hidden_layers": 3}, {"num_hidden_layers": 1}], ids=str
 )
 def test_open_weights_have_the_names_and_shapes_of_their_model(tmp_path: Path, changed: dict[str, int]) -> None:
-    weights = tmp_path / "hf"
-    weights.mkdir()
-    save_file(canonical(), weights / "model.safetensors")
-    (weights / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama", **changed}))
+    weights = open_weights(tmp_path / "hf", canonical(), {**SIZES, "model_type": "llama", **changed})
     document = run("verify", weights, "--json").document
     assert document["passed"] == (not changed)
     if changed:
@@ -308,11 +303,11 @@ def test_open_weights_have_the_names_and_shapes_of_their_model(tmp_path: Path, c
 
 
 def test_copies_of_tied_tensors_of_open_weights_are_compared(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+    config = {**CONFIG, "tie_word_embeddings": True}
     embedding = canonical()["model.embed_tokens.weight"]
 
     def verified(head: Any, level: str = "full") -> dict[str, Any]:
-        save_file({**canonical(), "lm_head.weight": head}, tmp_path / "model.safetensors")
+        open_weights(tmp_path, {**canonical(), "lm_head.weight": head}, config)
         return run("verify", tmp_path, "--level", level, "--json").document
 
     equal = verified(embedding)

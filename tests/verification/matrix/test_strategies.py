@@ -24,8 +24,7 @@ LLAMA = Recipe(
     model={"num_hidden_layers": 8, "num_key_value_heads": 4},
     sources=("dp2",),
     targets=(
-        *("dp4", "sd2v1", "sd2v2", "sd2s2", "sd2s3", "tp2", "pp2", "pp4vpp2", "sd2+tp2", "sd2s2+tp2", "tp2+pp2"),
-        *("tp2+pp2+sd2v1", "tp2+pp2+sd2"),
+        *("sd2v1", "sd2v2", "sd2s2", "sd2s3", "tp2", "pp2", "pp4vpp2", "sd2s2+tp2", "tp2+pp2+sd2v1", "tp2+pp2+sd2"),
     ),
     arguments={"learning_rate": 0.002, "flex_ema_decay": 0.9},
 )
@@ -52,7 +51,7 @@ BY_HAND: dict[str, Any] = {"tolerance": -1.0}
     [
         LLAMA,
         ERNIE,
-        structs.replace(LLAMA, **HALF, targets=("pp4vpp2", "sd2s2+tp2", "sd2s3", "tp2+pp2+sd2")),
+        structs.replace(LLAMA, **HALF, targets=("sd2s3", "tp2+pp2+sd2")),
         structs.replace(ERNIE, **HALF_ERNIE),
         structs.replace(LLAMA, **BY_HAND, targets=("sd2s3",)),
         structs.replace(ERNIE, **BY_HAND, targets=("tp2(ep2)",)),
