@@ -48,12 +48,6 @@ def run(training: dict[str, Any]) -> list[float]:
     Args:
         training: a :class:`Training` as JSON.
     """
-    losses: list[float] = trained(training).losses
-    return losses
-
-
-def trained(training: dict[str, Any]) -> Any:
-    """Return a Trainer that has trained as described."""
     from paddleformers.trainer import TrainerCallback
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
@@ -83,4 +77,5 @@ def trained(training: dict[str, Any]) -> Any:
     samples = tiny.samples(recipe.model_type, predicted)
     trainer = tiny.trainer(model, args, cls=FlexTrainer, callbacks=[AsLoaded()], train_dataset=samples)
     trainer.train(resume_from_checkpoint=wanted.resume)
-    return trainer
+    losses: list[float] = trainer.losses
+    return losses

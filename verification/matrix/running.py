@@ -229,21 +229,17 @@ class Workshop:
             losses=losses,
         )
 
-    def attempt(self, job: str, training: Training) -> JobResult:
-        """Run a job of a training on the next free server."""
-        server = self._servers.get()
-        try:
-            return server.attempt(job, training.layout.nproc, training.to_json())
-        finally:
-            self._servers.put(server)
-
     def _train(self, training: Training) -> tuple[float, ...]:
         """Run a training on the next free server and return its losses; logs of a failure go beside its output.
 
         Raises:
             PeerError: a rank failed.
         """
-        result = self.attempt(JOB, training)
+        server = self._servers.get()
+        try:
+            result = server.attempt(JOB, training.layout.nproc, training.to_json())
+        finally:
+            self._servers.put(server)
         if not result.ok:
             raise _failure(result, Path(training.output_dir) / "logs")
         for log in result.logs:
