@@ -15,7 +15,6 @@ Time: about 75 s on two cores. Memory: two ranks of 450 MB. Disk: 60 MB.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterable
