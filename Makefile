@@ -35,7 +35,7 @@ help:
 	@echo "make test-nlp the tests of PaddleNLP's Trainer, in $(NLP_VENV), which it makes (Python 3.11)"
 	@echo "make stats    lines of code, tests and documents by package, and the imports between packages"
 	@echo "make matrix   the verification matrices again: tables in docs/results"
-	@echo "make verification-long  50 steps, then 200 under other layouts: losses, exports, a picture"
+	@echo "make verification-long  50 steps, then 200 under other layouts: losses and a picture"
 	@echo "make lint     the checks alone: ruff, mypy, the import contracts"
 	@echo "make docs     the documents as a site in site/, which needs no network"
 	@echo "make guarantees  write docs/results/guarantees.md from what the tests of known faults see"

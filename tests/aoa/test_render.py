@@ -50,16 +50,6 @@ def layers(count: int, rank: int = 2) -> RuleSet:
     return RuleSet({f"m.{i}.w": spec(2, 3) for i in range(count)}, rules)
 
 
-def test_layers_with_unequal_numbers_of_experts_are_compact_layer_by_layer() -> None:
-    names = [f"{{}}.{layer}.experts.{expert}.w" for layer in range(2) for expert in range(2 + layer)]
-    single = tuple(Rule((name.format("h"),), (name.format("m"),), (3,), 1, (1, 0)) for name in names)
-    rules = RuleSet({rule.targets[0]: spec(2, 3) for rule in single}, single)
-    assert rendered(rules) == [
-        "h.0.experts.$EXPERT_ID.w^T -> m.0.experts.$EXPERT_ID.w",
-        "h.1.experts.$EXPERT_ID.w^T -> m.1.experts.$EXPERT_ID.w",
-    ]
-
-
 def test_equal_names_without_a_change_are_not_written() -> None:
     rule = Rule(("a",), ("a",), (3,), 1, (0, 1))
     assert rendered(RuleSet({"a": spec(2, 3)}, (rule,))) == []
@@ -92,13 +82,6 @@ def test_gate_and_up_are_written_per_rank_where_shards_and_groups_are_equally_ma
         "u^T -> u[0:2], axis=1",
         "g[0:1], u[0:1], g[1:2], u[1:2] -> gu, axis=1",
     ]
-
-
-def test_a_join_that_does_not_follow_the_shards_is_not_written_per_rank() -> None:
-    rule = Rule(("k", "v"), ("kv",), (4, 4), 1, (1, 0))
-    columns, rows = (RuleSet({"kv": spec(4, 8)}, (rule,), cuts={"kv": cuts}) for cuts in ((1, 2), (2, 1)))
-    assert rendered(columns) == ["k^T, v^T -> kv, axis=1"]
-    assert rendered(rows, Hints(per_rank={"kv": "fused_ffn"})) == ["k^T, v^T -> kv, axis=1"]
 
 
 def test_names_that_a_statement_would_make_up_are_left_to_the_tensors_that_bear_them() -> None:

@@ -40,14 +40,6 @@ def count_up(*shape: int, start: int = 0) -> np.ndarray[Any, Any]:
     return np.arange(start, start + prod(shape), dtype=float).reshape(shape)
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), [(FLAT, CANONICAL), (CANONICAL, FLAT), (CANONICAL, CANONICAL), (FLAT, FLAT)]
-)
-def test_the_shape_of_the_target_decides_the_direction(source: Shape, target: Shape) -> None:
-    found = made([f"s0 -> d, {RESHAPE}"], {"s0": source}, {"d": target})
-    assert (found["d"] == count_up(*source).reshape(target)).all()
-
-
 def test_a_name_that_is_no_right_tensor_has_the_shape_in_the_text() -> None:
     statements = [f"s0 -> t, {RESHAPE}", "t -> d, permute='[2, 1, 0, 3]'"]
     found = made(statements, {"s0": FLAT}, {"d": (2, 3, 2, 2)})

@@ -15,6 +15,7 @@ from typing import Any
 
 import safetensors
 import yaml
+from safetensors.numpy import save_file
 
 from paddleformers_fc.cli.main import main
 from paddleformers_fc.distributed.channel import ALONE
@@ -94,6 +95,15 @@ def save(
 
     described, parallel = ModelDescription(config), {"tp": tp, "pp": 1}
     attempt_save(directory, held, tp * sharded, described=described, step=STEP, parallel=parallel).results()
+    return directory
+
+
+def open_weights(directory: Path, arrays: Arrays, config: Mapping[str, Any] | None = None, form: str = "pt") -> Path:
+    """Write open weights in one file, and a configuration if one is given; the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(arrays, directory / "model.safetensors", {"format": form})
+    if config is not None:
+        (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 

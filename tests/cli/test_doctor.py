@@ -46,13 +46,6 @@ def test_the_checkpoint_of_a_resume_and_the_space_of_a_save_are_reported(output_
     ]
 
 
-def test_a_complete_newest_checkpoint_is_no_fault_although_an_older_one_is_damaged(output_dir: Path) -> None:
-    (output_dir / "checkpoint-9").rename(output_dir / "checkpoint-2")
-    found = document_of("doctor", output_dir, "--no-hooks")
-    assert {"name": "resume", "passed": True, "detail": "checkpoint-3 is resumed"} in found["checks"]
-    assert run("list", output_dir).code == 0
-
-
 def test_a_local_tier_is_examined(output_dir: Path, one: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     local = tmp_path_factory.mktemp("local")
     (output_dir / "checkpoint-9").rename(output_dir / "checkpoint-2")

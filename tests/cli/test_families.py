@@ -20,14 +20,6 @@ def test_every_family_is_listed_with_the_libraries_of_its_classes() -> None:
     assert {name for name in lines if lines[name].split()[1:] == ["PaddleFleet"]} == NOT_COMPARED.keys()
 
 
-def test_llama_is_printed_forward_and_reversed() -> None:
-    forward, reverse = run("aoa", "llama", "--toy"), run("aoa", "llama", "--toy", "--reverse")
-    layer = "model.layers.$LAYER_ID.self_attn.q_proj.weight"
-    assert forward.code == reverse.code == 0
-    assert f"{layer}^T -> {layer}" in forward.out.splitlines()
-    assert f"{layer}^T -> {layer}" in reverse.out.splitlines()
-
-
 def test_a_models_own_configuration_decides(tmp_path: Path) -> None:
     config = {"model_type": "ernie4_5", "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 64}

@@ -275,15 +275,13 @@ def nameless(four: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(four, directory / os.fsdecode(b"checkpoint-3\xfe")))
 
 
-@pytest.mark.parametrize("verb", ["inspect", "export"])
-def test_a_file_name_that_is_not_utf8_is_printed(nameless: Path, verb: str) -> None:
-    more = [nameless.parent / os.fsdecode(b"hf\xfd")] if verb == "export" else []
-    outcome = run(verb, nameless, *more, "--json")
-    assert (outcome.code, outcome.err) == (0, "")
-    assert str(nameless) in outcome.document.values()
-
-
-def test_a_text_stream_gets_such_a_name_escaped(nameless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_name_that_is_not_utf8_is_printed_and_escaped_in_text(
+    nameless: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in (["inspect"], ["export", nameless.parent / os.fsdecode(b"hf\xfd")]):
+        outcome = run(command[0], nameless, *command[1:], "--json")
+        assert (outcome.code, outcome.err) == (0, "")
+        assert str(nameless) in outcome.document.values()
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="utf-8", errors="strict", write_through=True))
     assert main(["inspect", str(nameless)]) == 0
@@ -369,26 +367,19 @@ def _contents(root: Path) -> dict[Path, bytes]:
         ("inspect nosuch://bucket/run", 2, "Protocol not known"),
         ("list four", 2, "is a checkpoint"),
         ("clean four --yes", 2, "is a checkpoint"),
-        ("clean nowhere --yes", 2, "does not exist"),
         ("verify one --level some", 2, "some"),
-        ("verify ''", 2, "path of a directory is empty"),
         ("explain four model.layers.1.self_attn.kproj.weight", 2, "is model.layers.1.self_attn.k_proj.weight meant?"),
         ("inspect four model.norm.weigth", 2, "is model.norm.weight meant?"),
         ("diff four one --role Model_sate", 2, "is model_state meant?"),
         ("export four x --role model_sate", 2, "is model_state meant?"),
-        ("export four x --role model_sate --verify off", 2, "is model_state meant?"),
         ("inspect fuor", 2, "is four meant?"),
-        ("list fuor", 2, "is four meant?"),
         ("explain four/model_sate model.norm.weight", 2, "is model_state meant?"),
         ("explain four model.layers.1.self_attn.kproj.weight", 2, "inspect four --tensors"),
-        ("diff one", 2, "Missing argument"),
         ("diff one ''", 2, "path of a directory is empty"),
         ("diff one four --role moments", 2, "Unknown role 'moments'"),
         ("diff one four --role ema_state", 2, "Neither side holds a tensor of ema_state"),
         ("diff four open --role optimizer_state", 2, "open contains open weights and has no optimizer_state."),
-        ("export one", 2, "Missing argument"),
         ("export one job.yaml", 2, "is a file"),
-        ("export one ''", 2, "path of a directory is empty"),
         *((f"export one new --max-shard-size={size}", 2, "size") for size in ("''", "5", "-1GB")),
         ("export one new --max-shard-size=0B", 2, "max_shard_bytes=0"),
         ("export one loop", 2, "loop"),
@@ -402,9 +393,7 @@ def _contents(root: Path) -> dict[Path, bytes]:
         ("convert one new --format gguf", 2, "gguf"),
         ("convert four mine", 2, "is not empty"),
         ("convert four four/new", 2, "into its source"),
-        ("convert four four", 2, "into its source"),
         ("convert bare new", 2, "config.json"),
-        ("aoa ''", 2, "path of a directory is empty"),
         ("aoa empty", 2, "config.json"),
         ("aoa empty --toy", 2, "--toy"),
         ("aoa llama", 2, "hidden_size="),
@@ -412,13 +401,10 @@ def _contents(root: Path) -> dict[Path, bytes]:
         ("aoa llama --toy --tp 3", 2, "num_attention_heads: 8"),
         ("aoa llama --toy --tp 0", 2, "--tp"),
         ("aoa unheard_of", 2, "llama"),
-        ("plan '' --to tp=2", 2, "path of a directory is empty"),
         ("plan sized --to tp=4", 2, "num_key_value_heads=2 is not divisible by tp=4"),
         ("plan sized --to tp=2,zp=3", 2, "zp: unknown axis"),
         ("plan sized --to ' '", 2, "The grid to plan for is empty."),
         ("plan sized --to tp=2 --dtype float12", 2, "known: float32, bfloat16, float16"),
-        ("plan sized --to tp=2 --dtype fp23", 2, "known: float32, bfloat16, float16"),
-        ("export one x --dtype bfloat61", 2, "known: float32, bfloat16"),
         ("export one x --dtype bfloat61", 2, "is bfloat16 meant?"),
         ("export one x --dtype fp16", 2, "known: float32, bfloat16"),
         ("plan sized --to tp=2 --dtype bfloat16", 1, "model.norm.weight: stored float32, expected bfloat16"),
@@ -427,11 +413,9 @@ def _contents(root: Path) -> dict[Path, bytes]:
         ("plan sized --to tp=2 --aoa-config job.yaml", 2, "The file contains no aoa_config."),
         ("plan open --to tp=2 --aoa-config statements.yaml", 2, "aoa_config"),
         ("plan sized --to tp=2 --html sized/flex_checkpoint.json", 2, "--html"),
-        ("plan sized --to tp=2 --html nowhere/page.html", 2, "--html"),
         ("train nowhere.yaml", 2, "does not exist"),
         ("train one", 2, "is a directory"),
         ("train job.yaml --nproc 0", 2, "--nproc"),
-        ("train job.yaml --nproc two", 2, "valid integer"),
         ("bogus", 2, "No such command"),
         *((f"{name} --output x", 2, f"The command '{name}' was removed: ") for name in ("demo", "derive")),
     ],

@@ -31,7 +31,7 @@ def test_a_plan_has_every_rank_of_the_target(stored: Path) -> None:
     assert found["items"] == sum(rank["items"] for rank in found["ranks"])
     assert found["peak"] == max(rank["peak"] for rank in found["ranks"])
     assert found["amplification"] == pytest.approx(found["read"] / found["bytes"], abs=1e-4)
-    assert (found["fresh"], found["dropped"], found["cast"]) == ([], [], [])
+    assert (found["fresh"], found["dropped"], found["cast"], found["samples"]) == ([], [], [], None)
     held = run("inspect", stored, "--json").document["roles"]
     assert planned(stored, "--to", "dp=1")["bytes"] == sum(role["bytes"] for role in held.values())
 
@@ -82,11 +82,6 @@ def test_the_samples_per_step_are_compared(
     assert text in shown
 
 
-def test_the_samples_per_step_are_left_out_if_the_checkpoint_does_not_record_them(stored: Path) -> None:
-    assert planned(stored, "--to", "tp=2")["samples"] is None
-    assert "samples per step" not in run("plan", stored, "--to", "tp=2").out
-
-
 def test_all_faults_of_a_layout_are_in_one_error_and_each_on_one_line(stored: Path) -> None:
     assert document_of("plan", stored, "--to", "tp=3,pp=7,ep=3", code=2)["evidence"] == [
         "vocab_size=32 is not divisible by tp=3",
@@ -105,7 +100,7 @@ def test_equal_ranks_share_a_row_of_the_text(stored: Path) -> None:
     assert "each a part of a stored tensor that one rank reads" in text
     text = run("plan", stored, "--to", "dp=4").out
     assert "0-3" in text
-    assert not any(word in text for word in ("not loaded", "dropped", "cast"))
+    assert not any(word in text for word in ("not loaded", "dropped", "cast", "samples per step"))
 
 
 def test_a_plan_follows_the_statements_of_a_training(stored: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from paddleformers_fc.storage.progress import Meter, advance, expect
 from tests.cli.support import run, save
 from tests.execute.simulated import canonical
 from tests.harness.limits import LIMIT
-from tests.harness.processes import python
 from tests.harness.waiting import pause
 
 
@@ -105,28 +104,6 @@ def test_an_error_ends_the_display_and_the_count() -> None:
     advance(5)
     assert (found.expected, found.done) == (0, 0)
     assert "flex-progress" not in {thread.name for thread in threading.enumerate()}
-
-
-# A program that interrupts itself, like Ctrl-C, once the export has written bytes.
-INTERRUPTED = """
-import os, signal, sys
-from paddleformers_fc.execute import export_files
-from paddleformers_fc.cli.main import main
-
-def interrupt(count):
-    os.kill(os.getpid(), signal.SIGINT)
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell that runs the tests in the background ignores it.
-export_files.advance = interrupt
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_ctrl_c_leaves_nothing_behind(four: Path, tmp_path: Path) -> None:
-    done = python("-c", INTERRUPTED, "export", four, tmp_path / "hf", "--verify", "size", check=False)
-    assert done.returncode == 130, done.stderr
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_display_of_commands_is_chosen_by_the_error_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,10 @@ from paddleformers_fc import upstream
 from paddleformers_fc.cli import training
 from paddleformers_fc.cli.training import LogView, prepare
 from paddleformers_fc.cpu_runtime.ranks import JobOutcome
-from paddleformers_fc.errors import MismatchError, OptionError
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.output import console
 from paddleformers_fc.trainer import register
-from paddleformers_fc.trainer.rank_records import RECORDS, RankRecord, read_error, read_records
+from paddleformers_fc.trainer.rank_records import RECORDS, RankRecord, read_records
 from tests.cli.support import Outcome, config, run, save
 from tests.execute.simulated import canonical
 from tests.harness.waiting import wait_for_end, wait_until
@@ -420,17 +420,17 @@ def test_the_lines_for_slurm_save_on_its_signal_and_queue_the_job_again(tmp_path
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Outcome]:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """The command with a rank that runs a script."""
 
-    def train(text: str) -> Outcome:
+    def train(text: str, *options: str) -> Outcome:
         monkeypatch.setattr(training, "prepare", lambda *_, **__: script_job(tmp_path, text))
-        return run("train", config(tmp_path))
+        return run("train", config(tmp_path), *options)
 
     return train
 
 
-def test_a_failed_training_returns_its_code_and_shows_why(tmp_path: Path, script: Callable[[str], Outcome]) -> None:
+def test_a_failed_training_returns_its_code_and_shows_why(tmp_path: Path, script: Callable[..., Outcome]) -> None:
     outcome = script("raise RuntimeError('no luck today')")
     assert (outcome.code, "no luck today" in outcome.out, "no luck today" in outcome.err) == (1, True, True)
     assert "failed with code 1; " in outcome.out
@@ -445,31 +445,18 @@ def fail(*args, **kwargs):
 """
 
 
-def test_an_error_of_this_package_is_printed_once(tmp_path: Path, script: Callable[[str], Outcome]) -> None:
+def test_an_error_of_this_package_is_printed_once_or_is_the_document(
+    tmp_path: Path, script: Callable[..., Outcome]
+) -> None:
     recorded = "from paddleformers_fc.trainer.rank_records import begin_record\nbegin_record()"
+    document = script(f"{OWN}\n{recorded}\nfail()\n", "--json").document
+    assert (document["error"], document["what"], document["returncode"]) == ("MismatchError", "It does not fit.", 1)
     outcome = script(f"{OWN}\n{recorded}\nfail()\n")
     assert outcome.code == 1
     assert outcome.err == "It does not fit.\n  where: here\n  - a\n  next: Try b.\n"
     assert "It does not fit." not in outcome.out
     assert "Traceback" not in outcome.out
     assert "Traceback" in (tmp_path / "out/log/rank-00000.log").read_text()
-
-
-def test_an_error_that_paddleformers_wraps_is_a_document_under_json(
-    ranks: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Errors of custom_register_path before this package is registered are invisible, so it registers first.
-    own = f"{OWN}\nfrom paddleformers_fc.trainer.register import register\nregister()\nfail()\n"
-    (tmp_path / "own.py").write_text(own)
-    path = config(tmp_path, device="cpu", custom_register_path=str(tmp_path / "own.py"))
-    job = {"yaml": str(path), "records": str(tmp_path)}
-    assert ranks.attempt("tests.corruption.jobs:train_as_a_worker", 1, job).returncodes == (1,)
-    error = read_error(tmp_path)
-    assert isinstance(error, MismatchError)
-    ended = training.Ended(1, [], [str(tmp_path / "log/rank-00000.log")], 1.0)
-    monkeypatch.setattr(training, "run", lambda job, echo: (ended, error))
-    document = run("train", path, "--json").document
-    assert (document["error"], document["what"], document["returncode"]) == ("MismatchError", "It does not fit.", 1)
 
 
 def test_a_run_without_flex_checkpoints_has_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,20 +482,6 @@ def second_of_two(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name, value in NODES.items():
         monkeypatch.setenv(name, value)
     return monkeypatch
-
-
-def test_ranks_of_several_nodes_are_started_by_the_stock_command(
-    tmp_path: Path, on: Any, second_of_two: pytest.MonkeyPatch
-) -> None:
-    path = config(tmp_path)
-    job = prepare(path, 2, ["tensor_model_parallel_size=4"])
-    assert (job.command[1:4], job.ranks) == (HANDED_OVER[:3], None)
-    assert job.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert job.environment["PADDLE_DISTRI_BACKEND"] == "gloo"
-    assert (job.environment["MASTER_ADDR"], job.environment["MASTER_PORT"]) == ("127.0.0.1", "8123")
-    assert job.log_dir == str(tmp_path / "out/log-node-1")
-    with pytest.raises(OptionError, match="4 ranks cannot be divided into groups of 3"):
-        prepare(path, 2, ["tensor_model_parallel_size=3"])
 
 
 def test_nodes_of_gpus_run_the_stock_command(tmp_path: Path, on: Any, second_of_two: pytest.MonkeyPatch) -> None:

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import paddle
 import pytest
 from safetensors.numpy import load_file
 
 import paddleformers_fc
 from paddleformers_fc.distributed.channel import ALONE
-from paddleformers_fc.errors import MappingError
+from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from tests.corruption.guarantees import Seen, fault
 from tests.execute.simulated import CONFIG, MODEL, canonical, live
+from tests.families.spaces import BY_NAME, settings
 from tests.harness.tiny import VOCABULARY
-from tests.trainer.test_description import FLEET_ONLY, NAMES, plain_values
+from tests.trainer.test_description import plain_values
 from verification.forkserver import ForkServer
 
 JOB = "tests.families.jobs:train_plain"
 TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
-APART = ("deepseek_v3", "glm4_moe", "gpt_oss", "paddleocr_vl", "qwen2_moe", "qwen3_moe", "qwen3_next")
-"""Families whose class never calls ``tie_weights``."""
-EVERY = [name for name in NAMES if name not in FLEET_ONLY]
 
 
 def values_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -69,19 +67,17 @@ def test_g113_every_save_can_be_loaded(ranks: ForkServer, tmp_path: Path) -> See
     return {"error": raised.type.__name__}
 
 
-@pytest.mark.parametrize(
-    "names", [("qwen2", "qwen2_moe"), pytest.param(EVERY, marks=pytest.mark.slow)], ids=["two", "all"]
-)
-def test_a_trainer_and_a_loop_refuse_every_model_that_does_not_tie_what_its_configuration_ties(
-    ranks: ForkServer, tmp_path: Path, names: Collection[str]
-) -> None:
-    job = {"models": {name: values_of(name, **TIED) for name in names}, "output_dir": str(tmp_path)}
-    (found,) = ranks.run("tests.families.jobs:tied_models", 1, job).values
-    assert {name for name, (trainer, _, _) in found.items() if trainer} == {*APART} & {*names}
-    for name, (trainer, loop, after) in found.items():
-        assert trainer == loop
-        assert not after
-        assert (tmp_path / name).exists() is (name not in APART)
+def test_a_loop_refuses_a_model_that_does_not_tie_what_its_configuration_ties(tmp_path: Path) -> None:
+    model = paddle.nn.Layer()
+    model.model, model.lm_head = paddle.nn.Layer(), paddle.nn.Layer()
+    model.model.embed_tokens = paddle.nn.Embedding(32, 16)
+    model.lm_head.weight = model.lm_head.create_parameter([32, 16])
+    given = {"family": "llama", "config": settings(BY_NAME["llama"], vocab_size=32, hidden_size=16, **TIED)}
+    with pytest.raises(OptionError, match="the model trains the tied weights apart"):
+        paddleformers_fc.save(tmp_path / "checkpoint-1", model, **given)
+    assert not (tmp_path / "checkpoint-1").exists()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    paddleformers_fc.save(tmp_path / "checkpoint-1", model, **given)
 
 
 @pytest.mark.slow

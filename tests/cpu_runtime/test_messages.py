@@ -44,54 +44,12 @@ def test_ranks_that_are_done_stay_until_the_others_are(attempt: int) -> None:
     started()
 
 
-@on_ranks(3)
-def test_two_of_three_ranks_exchange_messages() -> None:
-    rank, _ = started()
-    found = []
-    for number, (source, target) in enumerate([(0, 1), (0, 1), (1, 2), (2, 0), (0, 1), (2, 1)]):
-        if rank == source:
-            dist.send(paddle.to_tensor([float(number)]), dst=target)
-        if rank == target:
-            found += received([1], source)
-    assert found == [[3.0], [0.0, 1.0, 4.0, 5.0], [2.0]][rank]
-
-
 @on_ranks(2)
 def test_a_send_does_not_wait_for_its_receiver() -> None:
     elements = 2_000_000  # More than the buffers of a loopback connection hold.
     peer = 1 - started()[0]
     dist.send(paddle.full([elements], 1.0 - peer), dst=peer)
     assert set(received([elements], peer)) == {float(peer)}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@on_ranks(3)
-def test_sends_in_a_coalescing_block_start_before_receives_wait(dtype: str) -> None:
-    rank, size = started()
-    before, after = (rank - 1) % size, (rank + 1) % size
-    out = paddle.full([2], float(rank)).astype(dtype)
-    into, again = (paddle.zeros([2]).astype(dtype) for _ in range(2))
-    for task in dist.batch_isend_irecv([dist.P2POp(dist.irecv, into, before), dist.P2POp(dist.isend, out, after)]):
-        task.wait()
-    group = dist.collective._get_default_group().process_group
-    group._start_coalescing()
-    group.recv_on_calc_stream(again, before)
-    group.send_on_calc_stream((out.astype("float32") + 10).astype(dtype), after)
-    group._end_coalescing()
-    assert paddle.concat([into, again]).astype("float32").tolist() == [before, before, before + 10, before + 10]
-
-
-@on_ranks(2)
-def test_messages_arrive_in_the_order_in_which_they_were_requested() -> None:
-    rank, _ = started()
-    if rank == 0:
-        dist.send(paddle.to_tensor([1.0]), dst=1)
-        dist.send(paddle.to_tensor([2.0]), dst=1)
-        return
-    first, second = paddle.zeros([1]), paddle.zeros([1])
-    for task in reversed([dist.irecv(first, src=0), dist.irecv(second, src=0)]):
-        task.wait()
-    assert (float(first), float(second)) == (1.0, 2.0)
 
 
 @on_ranks(2)
@@ -103,21 +61,6 @@ def test_messages_of_two_groups_do_not_mix() -> None:
             dist.send(paddle.to_tensor([float(number)]), dst=1, group=group)
         return
     assert [received([1], 0, group) for group in reversed(groups)] == [[1.0], [0.0]]
-
-
-@on_ranks(4)
-def test_halves_of_a_tensor_travel_apart_and_are_joined() -> None:
-    rank, _ = started()
-    senders, receivers = dist.new_group([0, 1]), dist.new_group([2, 3])
-    world = dist.collective._get_default_group().process_group
-    if rank in senders.ranks:
-        world.send_partial_on_calc_stream(paddle.arange(6, dtype="float32"), rank + 2, 2, rank)
-        return
-    tensor = paddle.zeros([6])
-    world.recv_partial_on_calc_stream(tensor, rank - 2, 2, rank - 2)
-    assert tensor.tolist() == ([0.0, 1.0, 2.0, 0.0, 0.0, 0.0] if rank == 2 else [0.0, 0.0, 0.0, 3.0, 4.0, 5.0])
-    receivers.process_group.all_gather_partial_on_calc_stream(tensor, tensor, 2, rank - 2)
-    assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 @on_ranks(2)
@@ -138,18 +81,3 @@ def test_a_message_that_never_comes_is_named() -> None:
             patch.setenv(p2p.TIMEOUT_VARIABLE, "0.2")
             with pytest.raises(PeerError, match=r"Rank 1 waited 0\.2 s for a message from rank 0 that never came"):
                 received([2], 0)
-
-
-@on_ranks(2)
-def test_every_tensor_parallel_rank_gets_the_first_ones_inputs() -> None:
-    from paddle.distributed import fleet
-    from paddle.distributed.fleet.meta_parallel import tensor_parallel
-
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 2, "pp_degree": 1}
-    fleet.init(is_collective=True, strategy=strategy)
-    rank, group = dist.get_rank(), fleet.get_hybrid_communicate_group()
-    inputs, named = tensor_parallel.broadcast_input_data(
-        group, paddle.full([2], float(rank)), labels=paddle.to_tensor([rank, rank])
-    )
-    assert (inputs[0].tolist(), named["labels"].tolist()) == ([0.0, 0.0], [0, 0])

@@ -9,8 +9,6 @@ import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
 import pytest
-from paddle import _C_ops
-from paddle.distributed.fleet.layers.mpu import mp_ops
 
 from tests.harness.on_ranks import on_ranks
 
@@ -105,53 +103,6 @@ def leaf(one: Any) -> Any:
     return copy
 
 
-def group_of_all() -> Any:
-    """Return the group of all ranks."""
-    dist.init_parallel_env()
-    return dist.collective._get_default_group()
-
-
-@on_ranks(2)
-def test_identity_concat_and_split_are_each_others_gradients() -> None:
-    group = group_of_all()
-    rank = group.rank
-    small, small_gradient = [numbers(one, 2, 2) for one in (0, 1)], [numbers(10 + one, 2, 2) for one in (0, 1)]
-    wide, wide_gradient = numbers(rank, 2, 4), numbers(10 + rank, 2, 4)
-    columns = slice(2 * rank, 2 * rank + 2)
-    cases = [
-        (mp_ops._c_identity, small[rank], small[rank], small_gradient[0] + small_gradient[1]),
-        (mp_ops._c_concat, small[rank], np.concatenate(small, axis=-1), wide_gradient[:, columns]),
-        (mp_ops._c_split, wide, wide[:, columns], np.concatenate(small_gradient, axis=-1)),
-    ]
-    for operator, given, expected, gradient in cases:
-        source = leaf(paddle.to_tensor(given))
-        out = operator(source, group=group)
-        (out * tensor(10 + rank, *out.shape)).sum().backward()
-        np.testing.assert_allclose(out.numpy(), expected, rtol=1e-6, err_msg=str(operator))
-        np.testing.assert_allclose(source.grad.numpy(), gradient, rtol=1e-6, err_msg=str(operator))
-
-
-@pytest.mark.parametrize("ignore_index", [-100, 3])
-@on_ranks(2)
-def test_cross_entropy_does_not_see_how_the_vocabulary_is_split(ignore_index: int) -> None:
-    group = group_of_all()
-    whole = leaf(tensor(1, 5, 3, 8) * 4)
-    label = paddle.to_tensor(np.random.RandomState(2).randint(0, 8, (5, 3)))
-    label[0, 0] = ignore_index
-    weight = tensor(3, 5, 3).reshape([-1])
-    expected = F.cross_entropy(whole, label, reduction="none", ignore_index=ignore_index).reshape([-1])
-    (expected * weight).sum().backward()
-    part = leaf(paddle.split(whole.detach(), 2, axis=-1)[group.rank])
-    loss = mp_ops._c_softmax_with_cross_entropy(part, label, group=group, ignore_index=ignore_index).reshape([-1])
-    (loss * weight).sum().backward()
-    gradient = paddle.split(whole.grad, 2, axis=-1)[group.rank]
-    # A loss is of the order of 10, so 4 units in its last place; gradients are below their weights.
-    assert float((loss - expected).abs().max()) < 4e-6
-    scale = float(gradient.abs().max())
-    assert scale > 0.1
-    assert float((part.grad - gradient).abs().max()) < 1e-6 * max(scale, 1)
-
-
 @on_ranks(1)
 def test_bfloat16_operands_are_multiplied_in_float32() -> None:
     x, weight = (leaf(tensor(seed, *shape).astype("bfloat16")) for seed, shape in ((1, (4, 8)), (2, (8, 3))))
@@ -184,14 +135,3 @@ def test_adamw_moves_the_master_weight_and_rounds_it() -> None:
     assert float((master - single).abs().max()) < 1e-6
     assert (half.astype("float32") == master.astype("bfloat16").astype("float32")).all()
     assert float((single - tensor(1, 4, 4)).abs().max()) > 0.1
-
-
-@on_ranks(1)
-def test_questions_about_the_device_have_answers() -> None:
-    original = paddle.to_tensor([1.0, 2.0], stop_gradient=False)
-    moved = original.cuda()
-    moved[0] = 7.0
-    assert (original.tolist(), moved.tolist(), moved.stop_gradient) == ([1.0, 2.0], [7.0, 2.0], True)
-    assert paddle.device.synchronize() is None
-    assert dist.ParallelEnv().device_id == 0
-    assert hasattr(_C_ops, "c_identity")

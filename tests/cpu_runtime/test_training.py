@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
-import paddle
 import pytest
 
 from tests.harness import tiny
@@ -79,32 +76,3 @@ def test_float32_is_sharded_by_the_requested_version(tmp_path: Path, layout: Mat
     run = tiny.trainer(tiny.build("llama", layout, args), args)
     run.train()
     assert (type(run.optimizer._inner_opt).__name__, args.split_param) == (optimizer, layout.split_param)
-
-
-@pytest.mark.parametrize("correction", [None, [0.0, 5.0, 0.0, 5.0]])
-@on_ranks(1)
-def test_a_dense_block_weighs_the_chosen_experts(correction: list[float] | None) -> None:
-    from paddleformers_fc.cpu_runtime import ernie_moe
-
-    random = np.random.RandomState(0)
-    tokens, gate = random.standard_normal((5, 3)).astype("float32"), random.standard_normal((3, 4)).astype("float32")
-    block = SimpleNamespace(
-        gate=SimpleNamespace(weight=paddle.to_tensor(gate)),
-        moe_statics=correction and SimpleNamespace(e_score_correction_bias=paddle.to_tensor([correction])),
-        k=2,
-        config=SimpleNamespace(moe_group=None, router_aux_loss_coef=0.5),
-        experts=[lambda x, scale=scale: x * scale for scale in (1.0, 2.0, 3.0, 4.0)],
-        shared_experts=lambda x: x * 100.0,
-    )
-    out, _, balance, router = ernie_moe.dense_forward(block, paddle.to_tensor(tokens).reshape([1, 5, 3]))
-    logits = tokens.astype("float64") @ gate
-    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    expected = []
-    for token, probability in zip(tokens, probabilities, strict=True):
-        # The correction moves the choice and leaves the weights alone.
-        chosen = np.argsort(probability + (correction or 0.0))[-2:]
-        weight = probability[chosen] / probability[chosen].sum()
-        expected.append(token * (weight @ (chosen + 1.0)) + token * 100)
-    np.testing.assert_allclose(out.numpy()[0], expected, rtol=1e-5)
-    np.testing.assert_allclose(router.numpy(), logits, rtol=1e-5, atol=1e-6)
-    assert float(balance) == pytest.approx(0.5 * (probabilities.mean(0) ** 2).sum(), rel=1e-5)

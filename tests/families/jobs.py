@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -132,36 +131,3 @@ def train_plain(
         trainer.save_model(f"{output_dir}/hf")
     first, last = model.get_input_embeddings().weight.numpy(), model.get_output_embeddings().weight.numpy()
     return {"losses": list(map(float, trainer.losses)), "tied": np.array_equal(first, last)}
-
-
-def tied_models(models: Mapping[str, Mapping[str, Any]], output_dir: str) -> dict[str, list[str]]:
-    """What a Trainer, and a save in a loop, say of tied models of PaddleFormers' own classes.
-
-    Args:
-        models: arguments of the configuration class by family.
-        output_dir: for checkpoints.
-    Returns:
-        the errors of both, and of a Trainer after the script has tied the weights; empty for none.
-    """
-    import paddleformers_fc
-    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-    from paddleformers_fc.errors import FlexError
-    from tests.harness import tiny
-
-    args = tiny.training_arguments(tiny.SINGLE, output_dir, cls=FlexTrainingArguments, flex_checkpoint=True)
-    found: dict[str, list[str]] = {}
-
-    def attempt(work: Callable[[], Any]) -> str:
-        try:
-            work()
-        except FlexError as error:
-            return error.render()
-        return ""
-
-    for name, values in models.items():
-        model = plain_model(name, values)
-        build = partial(tiny.trainer, model, args, cls=FlexTrainer)
-        found[name] = [attempt(build), attempt(partial(paddleformers_fc.save, f"{output_dir}/{name}", model))]
-        model.tie_weights()
-        found[name].append(attempt(build))
-    return found

@@ -32,16 +32,14 @@ DEFAULTS: dict[str, Any] = {
 
 _QWEN = {"^visual": "model.visual", r"^model(?!.(language_model|visual))": "model.language_model"}
 CONVERSIONS: dict[str, dict[str, str]] = {
-    "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": _QWEN,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
-    "glm4v_moe": {"^visual": "model.visual", "^language_model": "model.language_model"},
 }
 """What the classes of models with an image tower call ``_checkpoint_conversion_mapping``."""
 
-FILES = {("qwen3_vl", True): "modeling_fleet.py", ("ernie4_5_moe_vl", False): "model/modeling_moe_vl.py"}
+FILES = {("qwen3_vl", True): "modeling_fleet.py"}
 FILES[("qwen3_5_moe", False)] = "../qwen3_5/modeling.py"  # Its class is that of the dense model.
 """Files of statements that are not in ``modeling.py``, by model type and whether they are of PaddleFleet's class."""
 
@@ -103,10 +101,9 @@ def _functions(model_type: str, fleet: bool) -> dict[str, Any]:
     shared.loader.exec_module(module)
     scope: dict[str, Any] = {**SCOPE, "MoEAOAConfigGenerator": module.MoEAOAConfigGenerator}
     wanted = ("_gen_aoa_config", "_gen_inv_aoa_config", "get_layer_attn_split_info", MACRO)
-    last = (model_type, fleet) == ("qwen3_vl_moe", False)  # Its file has PaddleFleet's class first.
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         # The first of each name is that of the base class.
-        if isinstance(node, ast.FunctionDef) and node.name in wanted and (last or node.name not in scope):
+        if isinstance(node, ast.FunctionDef) and node.name in wanted and node.name not in scope:
             node.decorator_list = []
             for argument in node.args.args:
                 argument.annotation = None

@@ -126,24 +126,6 @@ def test_transformers_4_reads_an_export_of_weights_of_transformers_5_as_the_publ
         assert undeclared(source, text) == [], name
 
 
-def test_the_keys_of_the_rotary_embedding_agree(ranks: ForkServer, exports: dict[str, dict[str, Any]]) -> None:
-    new = exported(ranks, SOURCES, kept=False)
-    for name, written in (*exports.items(), *new.items()):
-        written = written.get("text_config", written)
-        rotary = written.get("rope_parameters")
-        if rotary is None:
-            assert written is not new.get(name) or name in ("kimi_k2", "ernie4_5_moe_vl"), name
-            continue
-        one = rotary.get("full_attention", rotary)
-        assert written["rope_theta"] == one["rope_theta"], name
-        scaling = dict(written.get("rope_scaling") or {"rope_type": "default"})
-        kind = scaling.pop("rope_type", scaling.pop("type", None))
-        assert kind in (one["rope_type"], "mrope"), name
-        outside = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-        outside |= {"original_max_position_embeddings"} if kind == "longrope" else set()
-        assert scaling == {key: value for key, value in one.items() if key not in outside and value is not None}, name
-
-
 def test_a_value_that_a_run_changes_is_exported_wherever_the_source_has_it(ranks: ForkServer) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 7e6, "factor": 2.0, "original_max_position_embeddings": 128}
     changed = {"max_position_embeddings": 256, "rope_parameters": yarn, "initializer_range": 0.5}

@@ -183,30 +183,6 @@ def test_a_function_returns_what_the_configuration_has_and_its_own_name_inside_i
     assert Sizes({"kind": lambda text, a: text or a}, {"text": "", "a": 1}).value("kind") == 1
 
 
-@pytest.mark.parametrize(
-    ("condition", "layer", "holds"),
-    [
-        (True, 0, True),
-        (False, 0, False),
-        ("kind", 0, True),
-        ("listed", 0, False),
-        ("absent", 0, False),
-        (lambda layer, first: layer < first, 1, True),
-        (lambda layer, first: layer < first, 2, False),
-        (lambda layer, listed: layer not in (listed or ()), 1, True),
-        (lambda layer, listed2: layer in listed2, 1, True),
-        (lambda layer, kinds: kinds[layer] == "y", 1, True),
-        (lambda layer, kinds: kinds[layer] == "y", 0, False),
-        (lambda kind: kind == "full", 0, True),
-    ],
-)
-def test_conditions_are_names_truth_values_or_functions(condition: Any, layer: int, holds: bool) -> None:
-    config = {"first": 2, "listed": None, "listed2": [1], "kind": "full", "kinds": ["x", "y"]}
-    sizes = Sizes({}, config)
-    assert sizes.holds(((condition, True),), {"layer": layer}) is holds
-    assert sizes.holds(((condition, False),), {"layer": layer}) is not holds
-
-
 def test_names_of_one_key_have_one_value() -> None:
     both = OneOf(("wide", "width"))
     assert Sizes({}, {"width": 3}, {"wide": 5}).length(both) == 3

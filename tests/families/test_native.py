@@ -59,18 +59,10 @@ NO_PREDICTION = {**EQUAL_HEADS, "mtp_num_hidden_layers": 0}
 LATENT = {"multi_latent_attention": True, "use_qk_norm": True, **NO_MTP}
 TEXT_MOE = {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8, "mlp_only_layers": []}
 LOADED: list[tuple[str, dict[str, Any]]] = [
-    ("qwen2_5_vl", TIED),
     ("qwen3_vl", FLEET),
-    ("qwen3_vl", PLAIN),
     ("qwen3_vl_moe", {**FLEET, "text_config": TEXT_MOE, "moe_expert_fusion": True}),
-    ("qwen3_vl_moe", {**PLAIN, "text_config": TEXT_MOE, "moe_expert_fusion": True}),
-    ("qwen3_next", {}),
-    ("glm4v_moe", {}),
-    ("glm_ocr", {}),
-    ("paddleocr_vl", {}),
     ("glm_moe_dsa", {**LATENT, "moe_expert_fusion": False}),
     ("deepseek_v32", LATENT),
-    ("gemma3_text", {}),
     ("phi3", {}),
     ("kimi_k2", {}),
     ("minimax_m2", {"v_head_dim": 8, "moe_expert_fusion": True, "using_sonic_moe": True}),

@@ -1,4 +1,4 @@
-"""Arguments reach the body of a test on ranks as given, and an assertion that fails on one rank fails the test."""
+"""An assertion that fails on one rank fails the test."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ from pathlib import Path
 import pytest
 
 from paddleformers_fc.errors import PeerError
-from tests.harness.on_ranks import on_ranks, run_on_ranks
-from tests.harness.tiny import TP2, MatrixLayout
+from tests.harness.on_ranks import run_on_ranks
 from verification.forkserver import ForkServer
-
-
-@pytest.mark.parametrize("number", [7])
-@on_ranks(layout=TP2)
-def test_a_body_gets_its_layout_parameters_and_fixtures(layout: MatrixLayout, number: int, tmp_path: Path) -> None:
-    assert layout == TP2
-    assert number == 7
-    assert tmp_path.is_dir()
-    assert os.environ["PADDLE_TRAINERS_NUM"] == "2"
 
 
 def fail_on_the_last_rank(directory: Path) -> None:

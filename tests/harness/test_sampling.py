@@ -22,9 +22,6 @@ def test_in_one_process(case): ...
 @pytest.mark.parametrize("case", range(7))
 def test_with_ranks(ranks, case): ...
 
-@pytest.mark.parametrize("case", [0, 1])
-def test_with_two_cases(ranks, case): ...
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("case", [pytest.param(0, marks=pytest.mark.slow), 1, 2, 3, 4])
 def test_with_a_slow_case(case): ...
@@ -41,6 +38,6 @@ def test_a_sample_has_a_fifth_of_the_cases_with_ranks(pytester: pytest.Pytester,
     result = pytester.runpytest_inprocess("--collect-only", "-q", *options)
     found = [line.partition("::")[2].removeprefix("test_") for line in result.outlines if "::" in line]
     in_one_process = [f"in_one_process[{case}]" for case in range(4)]
-    with_ranks = ["with_ranks[0]", "with_ranks[6]", "with_two_cases[0]", "with_a_slow_case[1]"]
+    with_ranks = ["with_ranks[0]", "with_ranks[6]", "with_a_slow_case[1]"]
     chosen = ["with_chosen_cases[1]", "with_chosen_cases[3]"]
-    assert found == [*in_one_process, *with_ranks, *chosen] if is_sample else len(found) == 1 + 4 + 7 + 2 + 5 + 4
+    assert found == [*in_one_process, *with_ranks, *chosen] if is_sample else len(found) == 1 + 4 + 7 + 5 + 4

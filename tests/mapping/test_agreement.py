@@ -98,12 +98,8 @@ def refuse_every_mutant(rules: RuleSet) -> None:
         CAUGHT[f"{kind}, by {by}"] += 1
 
 
-def test_every_mutant_that_changes_a_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_mutant_that_changes_a_number_is_refused() -> None:
     refuse_every_mutant()
-    with capsys.disabled():
-        print(f"\n  {sum(CAUGHT.values())} mutants that change a number, all refused")
-        for kind, count in sorted(CAUGHT.items()):
-            print(f"    {count:6d}  {kind}")
     assert {kind.partition(",")[0] for kind in CAUGHT if kind.endswith("by agreement")} <= BEYOND_THE_PROOF
     kinds = {kind.partition(",")[0] for kind in CAUGHT}
     assert kinds >= {"gap", "overlap", "shifted source", "shifted target", "swap", "wrong axis", "wrong dtype"}

@@ -56,7 +56,7 @@ def test_every_family_has_three_fixtures_or_a_reason() -> None:
     [
         pytest.param(tiny.SINGLE, FIRST, marks=pytest.mark.chosen),
         pytest.param(tiny.TP2, QUICK, marks=pytest.mark.chosen),
-        pytest.param(tiny.SINGLE, [name for name in NAMES if name not in FIRST], marks=pytest.mark.chosen),
+        pytest.param(tiny.SINGLE, [name for name in NAMES if name not in FIRST], marks=pytest.mark.slow),
         pytest.param(tiny.TP2, [name for name in NAMES if name not in QUICK], marks=pytest.mark.slow),
     ],
     ids=["of every family", "under tensor parallelism", "of further models", "of further models in parallel"],

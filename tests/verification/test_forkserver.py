@@ -12,8 +12,8 @@ import pytest
 
 from paddleformers_fc.errors import PeerError
 from tests.harness.limits import LIMIT
-from tests.harness.waiting import reached, wait_for_end, wait_for_file
-from verification.forkserver import ForkServer, JobResult
+from tests.harness.waiting import wait_for_end, wait_for_file
+from verification.forkserver import ForkServer
 
 JOBS = "tests.cpu_runtime.jobs_plain"
 
@@ -61,25 +61,6 @@ def test_failed_ranks_are_shown_with_logs(plain: ForkServer, job: str, given: di
     assert "Extension modules" not in text  # Those that a crashed rank has loaded.
 
 
-def test_an_attempt_lists_failed_ranks_and_keeps_what_the_others_returned(plain: ForkServer) -> None:
-    result = plain.attempt(f"{JOBS}:fail_on", 2, {"rank": 0})
-    assert (result.returncodes, result.values, result.ok, result.timed_out) == ((1, 0), (None, "fine"), False, False)
-    assert "reactor" in result.logs[0].read_text()
-
-
-def test_hung_ranks_show_their_stacks_and_take_their_children_along(plain: ForkServer, tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    results: list[JobResult] = []
-
-    def start(seconds: float) -> None:
-        results.append(plain.attempt(f"{JOBS}:hang_with_a_child", 1, {"pid_file": str(pid_file)}, timeout=seconds))
-        assert (results[-1].timed_out, results[-1].returncodes) == (True, (-9,))
-
-    reached(start, pid_file)
-    assert "wait_for_a_sign_that_never_comes" in results[-1].logs[0].read_text()
-    wait_for_end(int(pid_file.read_text()))
-
-
 def test_an_interrupted_job_shows_stacks(plain: ForkServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pid_file = tmp_path / "pid"
 
@@ -106,20 +87,6 @@ def test_an_interrupted_job_shows_stacks(plain: ForkServer, tmp_path: Path, capf
 def test_a_server_that_cannot_preload_reports_the_reason() -> None:
     with pytest.raises(PeerError, match="No module named 'no_such_module'"), ForkServer(preload=["no_such_module"]):
         raise AssertionError("it started")
-
-
-def test_a_server_ends_though_a_forked_process_holds_its_input_open() -> None:
-    child = 0
-    try:
-        with ForkServer(preload=()) as server:
-            child = os.fork()
-            if child == 0:
-                signal.pause()
-        assert server._process.returncode == 0
-    finally:
-        if child:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
 
 
 def test_ranks_end_with_the_server_and_the_server_with_its_client(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ on, and its losses are compared with the uninterrupted run's. One export is trai
 adapters of Llama: data parallel to tensor parallel. For ERNIE 4.5 MoE: data parallel to tensor parallel, once through
 this package and once with PaddleFormers' own FlexCheckpoint.
 
-The output directory holds everything: the YAML, log and checkpoints of each run, the exports, ``summary.json`` and
+The output directory holds everything: the YAML, log and checkpoints of each run, the exports and
 ``losses.png``. This package imports no Paddle; the trainings are processes of their own.
 
 Time: about 75 s on two cores. Memory: two ranks of 450 MB. Disk: 60 MB.
@@ -15,7 +15,6 @@ Time: about 75 s on two cores. Memory: two ranks of 450 MB. Disk: 60 MB.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -33,7 +32,6 @@ from verification.demo.settings import DP2, GLOBAL_BATCH, LORA, PP2, RESUME_AT, 
 from verification.digests import canonical_digests, unequal_tensors
 
 DEFAULT_OUTPUT = Path("demo_out")
-SUMMARY = "summary.json"
 PICTURE = "losses.png"
 _MARKER = ".paddleformers-fc-demo"
 
@@ -62,7 +60,7 @@ class Workplace:
 
 
 def demo(output: Path = DEFAULT_OUTPUT) -> int:
-    """Run the whole demo, print its tables, and write summary and picture.
+    """Run the whole demo, print its tables, and write the picture.
 
     Args:
         output: the directory to work in; an earlier demo in it is replaced, anything else is refused.
@@ -81,10 +79,7 @@ def demo(output: Path = DEFAULT_OUTPUT) -> int:
     comparisons = [compare_llama(place), compare_lora(place), compare_ernie(place)]
     draw(comparisons, place.root / PICTURE)
     faults = [fault for comparison in comparisons for fault in comparison.faults()]
-    seconds = time.monotonic() - started
-    summary = {"seconds": round(seconds, 1), "comparisons": [one.to_json() for one in comparisons], "faults": faults}
-    (place.root / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    _show(comparisons, faults, place.root, seconds)
+    _show(comparisons, faults, place.root, time.monotonic() - started)
     return 1 if faults else 0
 
 
@@ -184,4 +179,4 @@ def _show(comparisons: Iterable[LossComparison], faults: list[str], root: Path, 
         screen.print(f"WRONG: {fault}", style="bold red")
     if not faults:
         screen.print("Every resumed run holds the saved state bit for bit and trains on like the uninterrupted run.")
-    screen.print(f"{root / PICTURE}\n{root / SUMMARY}\n{seconds:.0f} s in all.")
+    screen.print(f"{root / PICTURE}\n{seconds:.0f} s in all.")

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -96,31 +95,6 @@ class LossComparison:
             yield (
                 f"{self.model}: the reloaded export gives loss {self.reloaded:.8f} at step {first}, not {expected:.8f}."
             )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything in this comparison, for ``summary.json`` and ``--json``."""
-        return {
-            "model": self.model,
-            "resumed_at": self.resumed_at,
-            "runs": [
-                {
-                    "layout": line.layout,
-                    "stock": line.stock,
-                    "losses": {str(step): _finite(loss) for step, loss in sorted(line.losses.items())},
-                    "largest_difference": None if line is self.reference else _finite(self.largest_difference(line)),
-                    "export_md5": line.export_md5,
-                    "unequal_tensors": list(line.unequal_tensors),
-                }
-                for line in (self.reference, *self.lines)
-            ],
-            "reloaded_export_loss": None if self.reloaded is None else _finite(self.reloaded),
-            "faults": self.faults(),
-        }
-
-
-def _finite(number: float) -> float | None:
-    """JSON has no literal for infinity or NaN."""
-    return number if math.isfinite(number) else None
 
 
 def table(comparison: LossComparison) -> Table:

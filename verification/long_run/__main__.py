@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from verification.long_run.report import PAGE, PICTURE, draw, page
-from verification.long_run.running import EXPERIMENTS, run
+from verification.long_run.running import RECIPES, run
 
 
 def main(arguments: list[str]) -> None:
@@ -16,7 +16,7 @@ def main(arguments: list[str]) -> None:
         arguments: the directory of the page, and that of the runs; both optional.
     """
     target, root = (Path(one) for one in (*arguments, *("docs/results", "out/long_run")[len(arguments) :]))
-    findings = [run(experiment, root) for experiment in EXPERIMENTS]
+    findings = [run(recipe, root) for recipe in RECIPES]
     (target / PAGE).write_text(page(findings), encoding="utf-8")
     draw(findings, target / PICTURE)
 

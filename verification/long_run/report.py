@@ -40,17 +40,6 @@ def _sections(found: Findings) -> Iterator[str]:
         largest, step = found.difference(layout)
         first, last = (_difference(abs(losses[at] - whole[at])) for at in (SAVED_AT + 1, LAST_STEP))
         yield f"| {layout} | {_difference(largest)} | {-step} | {first} | {last} |"
-    yield f"\nWeights of step {LAST_STEP} of the uninterrupted run, md5 over names and bytes of all tensors:\n"
-    yield "| written by | md5 |"
-    yield "|---|---|"
-    yield f"| export of this package | `{found.export_md5}` |"
-    expected, what = found.export_md5, "equal"
-    if found.fused_md5:
-        expected, what = found.fused_md5, "equal to the fused ones"
-        yield f"| the same, with projections fused by numpy as PaddleFormers leaves them | `{expected}` |"
-    for one in found.unified:
-        equal = what if one.md5 == expected else f"**`{one.md5}`**"
-        yield f"| unified checkpoint of PaddleFormers under {one.layout} | {equal if one.md5 else one.error} |"
     yield ""
 
 

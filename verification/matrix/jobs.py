@@ -1,4 +1,4 @@
-"""The jobs of the ranks of one training of a matrix: a source, a conversion, the way back, and one set by hand.
+"""The jobs of the ranks of one training of a matrix: a source, a conversion, and the way back.
 
 A training is described by one JSON document, :class:`Training`, and always goes through PaddleFormers' Trainer with
 this package's checkpoints. One that resumes saves its loaded state before its first step, so that the comparison uses
@@ -10,7 +10,6 @@ cores, growing with the ranks; memory: about 50 MB per rank beside the server.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,7 +29,6 @@ class Training(msgspec.Struct, frozen=True):
         output_dir: the Trainer's output directory, with its checkpoints.
         hold_predictions: the multi-token prediction layers are held and not trained.
         resume: the checkpoint to resume.
-        by_hand: overwrite what was loaded with numbers that no line of this package's loader has touched.
     """
 
     recipe: Recipe
@@ -38,7 +36,6 @@ class Training(msgspec.Struct, frozen=True):
     output_dir: str
     hold_predictions: bool = False
     resume: str | None = None
-    by_hand: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As the keyword arguments of :func:`run`."""
@@ -51,16 +48,10 @@ def run(training: dict[str, Any]) -> list[float]:
     Args:
         training: a :class:`Training` as JSON.
     """
-    losses: list[float] = trained(training).losses
-    return losses
-
-
-def trained(training: dict[str, Any]) -> Any:
-    """Return a Trainer that has trained as described."""
     from paddleformers.trainer import TrainerCallback
 
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
-    from verification.matrix import by_hand, tiny
+    from verification.matrix import tiny
 
     wanted = msgspec.convert(training, Training)
     recipe = wanted.recipe
@@ -79,14 +70,12 @@ def trained(training: dict[str, Any]) -> Any:
         """Between the load and the first step."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if wanted.resume is None:
-                return
-            if wanted.by_hand:
-                by_hand.fill(trainer, Path(wanted.resume))
-            trainer._save_checkpoint(trainer.model)
+            if wanted.resume is not None:
+                trainer._save_checkpoint(trainer.model)
 
     predicted = 0 if wanted.hold_predictions else getattr(model.config, "num_nextn_predict_layers", 0)
     samples = tiny.samples(recipe.model_type, predicted)
     trainer = tiny.trainer(model, args, cls=FlexTrainer, callbacks=[AsLoaded()], train_dataset=samples)
     trainer.train(resume_from_checkpoint=wanted.resume)
-    return trainer
+    losses: list[float] = trainer.losses
+    return losses

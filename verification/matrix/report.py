@@ -18,8 +18,6 @@ from verification.matrix.running import CellDigests, CellOutcome
 Known = Mapping[str, CellOutcome | None]
 EQUAL, WRONG, NOT_RUN = "equal", "wrong", "-"
 """The texts of cells that are no number."""
-NOTE = "¹"
-"""Marks a number that is larger than rounding, and the same without a checkpoint."""
 _WRONG = f"**{WRONG}**"
 _SOFTWARE = f"Paddle {VERSIONS['paddle']} and PaddleFormers {VERSIONS['paddleformers']}"
 _LEGEND = f"""
@@ -69,7 +67,6 @@ def write(recipe: Recipe, known: Known, found: Sequence[CellDigests], stem: Path
             ]
         ),
         textwrap.fill(" ".join(_LEGEND.split()), 120),
-        *_remarks(recipe, known),
         *(_experiment(recipe, one) for one in found),
     ]
     stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -97,23 +94,7 @@ def _text(outcome: CellOutcome | None, tolerance: float) -> str:
         return NOT_RUN
     if not outcome.right(tolerance):
         return _WRONG
-    note = f" {NOTE}" if outcome.difference > tolerance else ""
-    return (EQUAL if outcome.difference == 0 else f"{outcome.difference:.1e}") + note
-
-
-def _remarks(recipe: Recipe, known: Known) -> list[str]:
-    larger = [
-        one for one in known.values() if one and one.difference > recipe.tolerance and one.right(recipe.tolerance)
-    ]
-    if not larger:
-        return []
-    return [
-        "## Larger differences",
-        "¹ These cells were run again with every weight and every state set by hand, by a program that shares no line "
-        "with the loader. The losses are bitwise those of the cell: it is the layouts that add in another order, and "
-        "the checkpoint is not involved.",
-        "\n".join(f"* {one.name}: {one.difference:.1e} resumed, and by hand the same three losses." for one in larger),
-    ]
+    return EQUAL if outcome.difference == 0 else f"{outcome.difference:.1e}"
 
 
 def _experiment(recipe: Recipe, found: CellDigests) -> str:

@@ -51,7 +51,6 @@ class CellOutcome(msgspec.Struct, frozen=True):
         export_equal: the exports are md5-equal.
         expected: A's losses after the checkpoint.
         losses: B's.
-        by_hand: B's with weights and states set by hand; run where losses differ too much.
         error: why the cell could not be finished; empty when it was.
     """
 
@@ -62,7 +61,6 @@ class CellOutcome(msgspec.Struct, frozen=True):
     export_equal: bool = False
     expected: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
-    by_hand: tuple[float, ...] = ()
     error: str = ""
 
     @property
@@ -73,9 +71,9 @@ class CellOutcome(msgspec.Struct, frozen=True):
         return max(distances) if whole else math.inf
 
     def right(self, tolerance: float) -> bool:
-        """Return whether everything is md5-equal, and losses differ by no more than this, or as much as by hand."""
-        explained = self.difference <= tolerance or (bool(self.by_hand) and self.by_hand == self.losses)
-        return not self.error and not self.unequal and self.export_equal and self.tensors > 0 and explained
+        """Return whether everything is md5-equal, and losses differ by no more than this."""
+        is_equal = not self.error and not self.unequal and self.export_equal and self.tensors > 0
+        return is_equal and self.difference <= tolerance
 
 
 class CellDigests(msgspec.Struct, frozen=True):
@@ -218,7 +216,7 @@ class Workshop:
         losses = self._train(forth)
         returned = structs.replace(self._recipe, last_step=self._recipe.saved_at)
         self._train(Training(returned, cell.source, str(back), hold, resume=str(there / self._checkpoint)))
-        outcome = CellOutcome(
+        return CellOutcome(
             name=cell.name,
             fingerprint=self._recipe.fingerprint,
             tensors=len(saved.digests),
@@ -230,18 +228,6 @@ class Workshop:
             expected=saved.losses[self._recipe.saved_at :],
             losses=losses,
         )
-        if outcome.difference > self._recipe.tolerance:
-            by_hand = structs.replace(forth, output_dir=str(directory / "by-hand"), by_hand=True)
-            outcome = structs.replace(outcome, by_hand=self._train(by_hand))
-        return outcome
-
-    def attempt(self, job: str, training: Training) -> JobResult:
-        """Run a job of a training on the next free server."""
-        server = self._servers.get()
-        try:
-            return server.attempt(job, training.layout.nproc, training.to_json())
-        finally:
-            self._servers.put(server)
 
     def _train(self, training: Training) -> tuple[float, ...]:
         """Run a training on the next free server and return its losses; logs of a failure go beside its output.
@@ -249,7 +235,11 @@ class Workshop:
         Raises:
             PeerError: a rank failed.
         """
-        result = self.attempt(JOB, training)
+        server = self._servers.get()
+        try:
+            result = server.attempt(JOB, training.layout.nproc, training.to_json())
+        finally:
+            self._servers.put(server)
         if not result.ok:
             raise _failure(result, Path(training.output_dir) / "logs")
         for log in result.logs:

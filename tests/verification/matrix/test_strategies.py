@@ -24,8 +24,7 @@ LLAMA = Recipe(
     model={"num_hidden_layers": 8, "num_key_value_heads": 4},
     sources=("dp2",),
     targets=(
-        *("dp4", "sd2v1", "sd2v2", "sd2s2", "sd2s3", "tp2", "pp2", "pp4vpp2", "sd2+tp2", "sd2s2+tp2", "tp2+pp2"),
-        *("tp2+pp2+sd2v1", "tp2+pp2+sd2"),
+        *("sd2v1", "sd2v2", "sd2s2", "sd2s3", "tp2", "pp2", "pp4vpp2", "sd2s2+tp2", "tp2+pp2+sd2v1", "tp2+pp2+sd2"),
     ),
     arguments={"learning_rate": 0.002, "flex_ema_decay": 0.9},
 )
@@ -42,8 +41,6 @@ ERNIE = structs.replace(
 HALF: dict[str, Any] = {"bf16": True, "tolerance": 2e-3}
 # On a CPU only the backward of multi-token prediction cannot be had in bfloat16: it has no kernel for concat_grad.
 HALF_ERNIE: dict[str, Any] = {**HALF, "targets": ("tp2(ep2)+pp2",)}
-BY_HAND: dict[str, Any] = {"tolerance": -1.0}
-"""No difference is accepted without a run by hand, which must then have the same losses."""
 
 
 @pytest.mark.slow
@@ -52,12 +49,10 @@ BY_HAND: dict[str, Any] = {"tolerance": -1.0}
     [
         LLAMA,
         ERNIE,
-        structs.replace(LLAMA, **HALF, targets=("pp4vpp2", "sd2s2+tp2", "sd2s3", "tp2+pp2+sd2")),
+        structs.replace(LLAMA, **HALF, targets=("sd2s3", "tp2+pp2+sd2")),
         structs.replace(ERNIE, **HALF_ERNIE),
-        structs.replace(LLAMA, **BY_HAND, targets=("sd2s3",)),
-        structs.replace(ERNIE, **BY_HAND, targets=("tp2(ep2)",)),
     ],
-    ids=["llama", "ernie", "llama in bfloat16", "ernie in bfloat16", "llama by hand", "ernie by hand"],
+    ids=["llama", "ernie", "llama in bfloat16", "ernie in bfloat16"],
 )
 def test_every_strategy_takes_over_what_another_saved_and_gives_it_back(recipe: Recipe, tmp_path: Path) -> None:
     cells = cells_of(recipe)
@@ -65,7 +60,6 @@ def test_every_strategy_takes_over_what_another_saved_and_gives_it_back(recipe: 
         outcomes = list(workshop.run(cells))
     assert [(one.name, reason(one)) for one in outcomes if not one.right(recipe.tolerance)] == []
     assert all(len(one.losses) == 3 for one in outcomes)
-    assert all(one.by_hand for one in outcomes) or recipe.tolerance >= 0
     roles = {"model_state", "optimizer_state", "ema_state", *(["master_weight"] if recipe.bf16 else [])}
     sources = list(tmp_path.glob(f"sources/*/run/checkpoint-{SAVED_AT}"))
     for source in sources:
