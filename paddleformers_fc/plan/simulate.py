@@ -275,12 +275,7 @@ def _fitting_stages(
             undivided.add(size)
     if grid.ep > 1 and not sizes.defines("experts"):
         faults.append(f"ep={grid.ep}: the model has no experts")
-    if sizes.length("layers") < grid.pp * grid.vpp:
-        faults.append(
-            f"num_hidden_layers={sizes.length('layers')} is less than pp x vpp = {grid.pp} x {grid.vpp} = "
-            f"{grid.pp * grid.vpp} stages"
-        )
-    elif grid.pp > 1:
+    if grid.pp > 1:
         try:
             pipeline = _Pipeline(family, sizes, model.config, grid)
             stages = {name: pipeline.stage_of(tensor) for name, tensor in tensors.items()}
@@ -346,6 +341,8 @@ def _bounds(method: str, is_layer: list[bool], grid: ParallelGrid) -> list[int]:
         raise ValueError(
             f"{counted} layers, empty ones included, are not divisible by pp x vpp = {grid.pp} x {grid.vpp} = {parts}"
         )
+    if len(is_layer) < grid.pp:
+        raise ValueError(f"{counted} layers, embedding, norm and head are {len(is_layer)} items, fewer than pp={grid.pp}")
     return uniform_bounds(len(is_layer), grid.pp)
 
 
