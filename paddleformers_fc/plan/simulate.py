@@ -342,7 +342,9 @@ def _bounds(method: str, is_layer: list[bool], grid: ParallelGrid) -> list[int]:
             f"{counted} layers, empty ones included, are not divisible by pp x vpp = {grid.pp} x {grid.vpp} = {parts}"
         )
     if len(is_layer) < grid.pp:
-        raise ValueError(f"{counted} layers, embedding, norm and head are {len(is_layer)} items, fewer than pp={grid.pp}")
+        raise ValueError(
+            f"{counted} layers, embedding, norm and head are {len(is_layer)} items, fewer than pp={grid.pp}"
+        )
     return uniform_bounds(len(is_layer), grid.pp)
 
 
