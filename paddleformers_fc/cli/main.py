@@ -308,7 +308,12 @@ def plan(
             metavar="GRID", help="The target: dp, tp, pp, vpp, ep, sharding, stage, split, ..., as in tp=2,pp=2,dp=4."
         ),
     ],
-    dtype: Annotated[str | None, typer.Option(help="The target model's dtype; by default the stored one.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="The target model's dtype; by default the stored one. A resume needs flex_allow_casts for it."
+        ),
+    ] = None,
     aoa_config: Annotated[
         Path | None,
         typer.Option(

@@ -242,7 +242,10 @@ def stored_model(
     declared = list(enumerate_tensors(family, model, dtype or saved)) if model.adapters is None else []
     blocks = [tensor for tensor in declared if tensor.stage is Stage.ABSENT and tensor.name not in specs]
     if dtype not in (None, saved):
-        found = [structs.replace(tensor, dtype=dtype) if tensor.dtype == saved else tensor for tensor in found]
+        dtypes = {tensor.name: tensor.dtype for tensor in declared}
+        found = [
+            structs.replace(one, dtype=dtypes.get(one.name, dtype)) if one.dtype == saved else one for one in found
+        ]
     return SimulatedModel(family, model, grid, [*found, *blocks])
 
 
