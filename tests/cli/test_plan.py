@@ -103,6 +103,7 @@ def test_equal_ranks_share_a_row_of_the_text(stored: Path) -> None:
     # The order is dp, pp: neighbours are different stages.
     assert [line.split()[0] for line in text.splitlines() if line[:3].strip().isdigit()] == ["0", "1", "2", "3"]
     assert "each a part of a stored tensor that one rank reads" in text
+    assert "100% of the bytes held" in run("plan", stored, "--to", "tp=2,sharding=2").out
     text = run("plan", stored, "--to", "dp=4").out
     assert "0-3" in text
     assert not any(word in text for word in ("not loaded", "dropped", "cast"))
