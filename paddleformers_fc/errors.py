@@ -92,11 +92,11 @@ class FlexError(Exception):
         )
 
 
-def cut(line: str) -> str:
-    """Return a line of bounded length; a longer one keeps its beginning and end."""
-    if len(line) <= LONGEST_LINE:
+def cut(line: str, longest: int = LONGEST_LINE) -> str:
+    """Return a line of at most ``longest`` characters; a longer one keeps its beginning and end."""
+    if len(line) <= longest:
         return line
-    half = (LONGEST_LINE - len(_GAP)) // 2
+    half = (longest - len(_GAP)) // 2
     return f"{line[:half]}{_GAP}{line[-half:]}"
 
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from paddleformers_fc.errors import FlexError
+from paddleformers_fc.errors import FlexError, cut
+from paddleformers_fc.text import LONGEST_SHOWN
 
 if TYPE_CHECKING:
     from rich.console import Console as Console
@@ -92,10 +93,11 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_styled(console: Console, *parts: str | tuple[str, str]) -> None:
-    """Print a line of several parts: texts, or texts with styles."""
+    """Print a line of several parts, texts or texts with styles; long parts keep their beginning and end."""
     from rich.text import Text
 
-    console.print(Text.assemble(*parts))
+    pairs = ((part, "") if isinstance(part, str) else part for part in parts)
+    console.print(Text.assemble(*((cut(text, LONGEST_SHOWN), style) for text, style in pairs)))
 
 
 def warn_unverified(source: object, level: str) -> None:
@@ -126,12 +128,12 @@ def table_of(first: str, headings: Iterable[str], left: Collection[str] = ()) ->
 
 
 def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
-    """Return a table of labels and values."""
+    """Return a table of labels and values; long lines of values keep their beginning and end."""
     from rich.table import Table
 
     found = Table.grid(padding=(0, 2))
     found.add_column(style="dim")
     found.add_column()
     for label, value in rows:
-        found.add_row(f"  {label}", value)
+        found.add_row(f"  {label}", "\n".join(cut(line, LONGEST_SHOWN) for line in value.split("\n")))
     return found

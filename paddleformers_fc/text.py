@@ -7,10 +7,14 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from paddleformers_fc.errors import cut
+
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 # Longer numbers are not indices. The limit also keeps them within what Python converts to an int.
 _INDEX = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,17})(?=\.)")
 _HOLE = "\0"
+LONGEST_SHOWN = 1_000
+"""Maximum length of a line of text output, in characters."""
 
 
 def size_text(count: int) -> str:
@@ -77,7 +81,7 @@ def _distance(numbers: Sequence[str], others: Sequence[str]) -> list[int]:
 def likely_meant(given: str, known: Iterable[str]) -> str:
     """Return a question that suggests a similar known word; empty if there is none."""
     similar = similar_word(given, known)
-    return f"is {similar} meant?" if similar else ""
+    return f"did you mean {similar}?" if similar else ""
 
 
 def suggestion(given: object, known: Iterable[str]) -> list[str]:
@@ -93,7 +97,8 @@ def fold(lines: Iterable[str], limit: int = 200) -> list[str]:
     line; other groups stay unfolded. Linear in the lines, which keep the order of first appearance.
 
     Args:
-        lines: any text; only numbers between two dots and without leading zeros are folded.
+        lines: any text; only numbers between two dots and without leading zeros are folded. Longer results than
+            :data:`LONGEST_SHOWN` keep their beginning and end.
         limit: the maximum number of lines; a last line counts the omitted ones.
     """
     groups: dict[str, list[tuple[int, ...]]] = {}
@@ -103,7 +108,7 @@ def fold(lines: Iterable[str], limit: int = 200) -> list[str]:
         groups.setdefault(_INDEX.sub(_HOLE, line), []).append(indices)
     folded: list[str] = []
     for template, rows in groups.items():
-        folded.extend(_folded(template, sorted(set(rows))))
+        folded.extend(cut(line, LONGEST_SHOWN) for line in _folded(template, sorted(set(rows))))
     if len(folded) > limit:
         return folded[:limit] + [f"and {len(folded) - limit} more"]
     return folded

@@ -125,9 +125,9 @@ def test_a_box_equals_the_slice_of_the_tensor(saved: Path) -> None:
         np.testing.assert_array_equal(checkpoint.read(EMBEDDING, (one, slice(None))), whole[one])
     with pytest.raises(OptionError, match="Unknown tensor 'nothing'"):
         checkpoint.read("nothing")
-    with pytest.raises(OptionError, match=r"- is model.norm.weight meant\?"):
+    with pytest.raises(OptionError, match=r"- did you mean model.norm.weight\?"):
         checkpoint.read("model.norm.weigth", role="model_state")
-    with pytest.raises(OptionError, match=r"- is model_state meant\?"):
+    with pytest.raises(OptionError, match=r"- did you mean model_state\?"):
         checkpoint.read("model.norm.weight", role="model_sate")
     with pytest.raises(OptionError, match="has 2 slices instead of 1"):
         checkpoint.read("model.norm.weight", (slice(0, 1), slice(0, 1)))
@@ -235,7 +235,7 @@ def test_a_directory_without_a_checkpoint_is_refused_with_every_known_format(tmp
     with pytest.raises(NotACheckpoint, match="missing does not exist"):
         paddleformers_fc.open(tmp_path / "missing")
     (tmp_path / "checkpoint-3").mkdir()
-    with pytest.raises(NotACheckpoint, match=r"- is checkpoint-3 meant\?"):
+    with pytest.raises(NotACheckpoint, match=r"- did you mean checkpoint-3\?"):
         paddleformers_fc.open(tmp_path / "checkpoint-33")
 
 

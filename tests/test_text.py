@@ -36,9 +36,18 @@ def test_counts_agree_with_their_noun() -> None:
         ([f"a.{i}.b" for i in (0, 2, 5)], ["a.{0,2,5}.b"]),
         (["a.0.b.0.c", "a.0.b.1.c", "a.1.b.0.c"], ["a.0.b.0.c", "a.0.b.1.c", "a.1.b.0.c"]),
         (["x.1.y {} {0}", "x.2.y {} {0}"], ["x.{1...2}.y {} {0}"]),
+        (["a" * 2_000, "b" * 1_000], [f"{'a' * 497} ... {'a' * 497}", "b" * 1_000]),
         ([f"name{letter}" for letter in "abcdefgh"], [f"name{letter}" for letter in "abcde"] + ["and 3 more"]),
     ],
-    ids=["layers", "layers and experts", "a set with holes", "an incomplete grid", "braces", "what is cut off"],
+    ids=[
+        "layers",
+        "layers and experts",
+        "a set with holes",
+        "an incomplete grid",
+        "braces",
+        "long names",
+        "what is cut off",
+    ],
 )
 def test_names_that_differ_by_indices_are_one_line(lines: list[str], folded: list[str]) -> None:
     assert fold(lines, limit=5) == folded

@@ -142,7 +142,7 @@ def inspect(
     from paddleformers_fc.cli import inspection
     from paddleformers_fc.execute.output_directory import damaged_facts, inspect_directory
 
-    source = _named(directory)
+    source = _opened(directory)
     try:
         found = inspect_directory(source, pattern or ("*" if tensors else None))
     except CheckpointError:
@@ -183,7 +183,7 @@ def explain(
     import paddleformers_fc
     from paddleformers_fc.cli import explaining
 
-    source = _named(checkpoint)
+    source = _opened(checkpoint)
     with progress.working(f"explaining {name}"):
         found = paddleformers_fc.open(source).explain(name)
     _present(found, explaining.show, as_json)
@@ -265,7 +265,7 @@ def diff(
     """
     from paddleformers_fc.cli import difference
 
-    one, other = _named(a), _named(b)
+    one, other = _opened(a), _opened(b)
     with progress.working(f"comparing {one} and {other}"):
         try:
             found = difference.compare(one, other, config or None, role, atol, rtol)
@@ -308,7 +308,12 @@ def plan(
             metavar="GRID", help="The target: dp, tp, pp, vpp, ep, sharding, stage, split, ..., as in tp=2,pp=2,dp=4."
         ),
     ],
-    dtype: Annotated[str | None, typer.Option(help="The target model's dtype; by default the stored one.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="The target model's dtype; by default the stored one. A resume needs flex_allow_casts for it."
+        ),
+    ] = None,
     aoa_config: Annotated[
         Path | None,
         typer.Option(
@@ -334,7 +339,7 @@ def plan(
     import paddleformers_fc
     from paddleformers_fc.cli import planning
 
-    source = _named(directory)
+    source = _opened(directory)
     with progress.working(f"planning {source}"):
         statements = None if aoa_config is None else planning.read_aoa_config(aoa_config)
         checkpoint = paddleformers_fc.open(source, config=config or None)
@@ -395,7 +400,7 @@ def export(
     from paddleformers_fc.cli import exporting
     from paddleformers_fc.trainer.options import parse_size
 
-    source, target = _named(checkpoint), _target(directory, "An export")
+    source, target = _opened(checkpoint), _target(directory, "An export")
     with progress.working(f"exporting {source}"):
         found = exporting.export(
             source,
@@ -442,7 +447,7 @@ def convert(
     from paddleformers_fc.cli import exporting
     from paddleformers_fc.trainer.options import parse_size
 
-    named, target = _named(source), _target(directory, "A conversion")
+    named, target = _opened(source), _target(directory, "A conversion")
     with progress.working(f"converting {named}"):
         size = parse_size(max_shard_size)
         found = exporting.convert(
@@ -621,6 +626,17 @@ def _named(text: str) -> AnyPath:
             evidence=[] if is_file else similar_entry(found),
             next_step="Name an existing directory.",
         )
+    return found
+
+
+def _opened(text: str) -> AnyPath:
+    """Return the directory of an argument, as :func:`_named`; warn if open weights hide the checkpoints in it."""
+    from paddleformers_fc.formats.registry import checkpoints_advice, format_of
+
+    found = _named(text)
+    format = format_of(found) if isinstance(found, Path) else None
+    if format is not None and (advice := checkpoints_advice(found)):
+        sys.stderr.write(f"{found} contains checkpoints, but is read as {format.title}. {advice}\n")
     return found
 
 

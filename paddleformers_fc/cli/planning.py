@@ -83,7 +83,7 @@ def show(found: GridPlan, console: output.Console) -> None:
     facts = {
         "ranks": f"{found.world_size:,}, {found.dtype}",
         "held": f"{size_text(found.bytes)} by all ranks together",
-        "read": f"{size_text(found.read)}, {found.amplification:.3g} times the bytes held",
+        "read": f"{size_text(found.read)}, {found.amplification:.0%} of the bytes held",
         "boxes": f"{found.items:,}, each a part of a stored tensor that one rank reads",
         "peak": f"{size_text(found.peak)} on the rank that needs most: its tensors, and scratch memory to read them",
     }

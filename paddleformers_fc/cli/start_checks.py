@@ -405,7 +405,7 @@ def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) ->
         # If PaddleFleet also has a class of the family, PaddleFormers' commands build PaddleFleet's.
         declared_model(family, ModelDescription({**config, **given}, is_fleet=True), grid)
     except OptionError as error:
-        checked = (*(f"{DIVIDED[size]}=" for size in family.divided), "num_hidden_layers=")
+        checked = tuple(f"{DIVIDED[size]}=" for size in family.divided)
         if any(line.startswith(checked) or "layers, empty ones included" in line for line in error.evidence):
             raise
 

@@ -421,7 +421,7 @@ def check_replicas_equal(lines: Sequence[str]) -> None:
             evidence=lines,
             next_step="Training has diverged on these ranks. Resume from an older checkpoint and look for the cause, "
             "or set flex_check_replicas: warn to save one of the versions. Of tied tensors all copies are saved, and "
-            "the checkpoint is resumed only by name, with flex_tied.",
+            "a resume must name the checkpoint, with flex_tied.",
         )
 
 

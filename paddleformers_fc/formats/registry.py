@@ -303,6 +303,7 @@ def given_config(directory: AnyPath, named: AnyPath) -> dict[str, Any]:
         named: a directory with the model's ``config.json``, or this file.
     Raises:
         OptionError: there is no configuration, or the checkpoint has a different one.
+        Corrupt: the checkpoint has lost its own, or it does not match its recorded checksum.
         StorageError: the file cannot be read.
     """
     place = named.parent if named.name == CONFIG_NAME else named
@@ -315,7 +316,16 @@ def given_config(directory: AnyPath, named: AnyPath) -> dict[str, Any]:
             evidence=error.evidence,
             next_step="Name a directory with the model's config.json.",
         ) from error
-    if describes_model(directory) and read_config(directory) != config:
+    try:
+        differs = describes_model(directory) and read_config(directory) != config
+    except Corrupt as error:
+        raise Corrupt(
+            error.what,
+            where=error.where,
+            evidence=[*error.evidence, "--config (config=) cannot replace a file with a recorded checksum"],
+            next_step=f"Copy {CONFIG_NAME} of another checkpoint of this run to {directory / CONFIG_NAME}.",
+        ) from error
+    if differs:
         raise OptionError(
             f"{directory} has a configuration, and --config (config=) names a different one.",
             where=str(place / CONFIG_NAME),

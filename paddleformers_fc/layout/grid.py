@@ -193,8 +193,8 @@ def _faults(grid: ParallelGrid) -> Iterator[str]:
         )
     if grid.stage == 3 and grid.tp > 1:
         yield f"stage=3 with tp={grid.tp}: only stages 1 and 2 support tensor parallelism"
-    if grid.vpp > 1 and grid.pp == 1:
-        yield f"vpp={grid.vpp} with pp=1: virtual stages need pipeline parallelism"
+    if grid.vpp > 1 and grid.pp <= 2:
+        yield f"vpp={grid.vpp} with pp={grid.pp}: virtual stages need more than 2 pipeline stages"
     if grid.ep > 1:
         if grid.dp > 1:
             yield f"ep={grid.ep} with dp={grid.dp}: expert groups span the sharding and tensor parallel axes only"

@@ -315,7 +315,8 @@ class PlannedLoad:
         if MODEL_STATE in self._roles:
             yield from ((MODEL_STATE, shard) for shard in self.model.weights(rank).values())
         for role, state in self.model.states(rank, self._states):
-            if role in self._roles and (role != EMA_STATE or self._has_average(state.name)):
+            is_created = role == MASTER_WEIGHT and self.source.may_cast and OPTIMIZER_STATE in self._roles
+            if is_created or (role in self._roles and (role != EMA_STATE or self._has_average(state.name))):
                 yield role, state
 
     def _has_average(self, parameter: str) -> bool:
@@ -402,7 +403,8 @@ def plan_load(
     Args:
         checkpoint: a flex checkpoint, or open weights with the model's configuration.
         to: the grid, such as ``tp=2,pp=2``.
-        dtype: the target model's dtype; the stored dtype by default.
+        dtype: the target model's dtype; the stored dtype by default. A flex checkpoint is planned for another one as it
+            is resumed under ``flex_allow_casts``.
         aoa_config: statements from stored names to the model's names; only for flex checkpoints.
     Raises:
         OptionError: the grid or the dtype is invalid, or the grid does not divide the model.
@@ -437,11 +439,13 @@ def plan_load(
         source, report = huggingface_source(checkpoint.catalog, model.rules, optional, aliases)
         return PlannedLoad(source, model, report, optional=optional)
     model = stored_model(family, described, grid, checkpoint.rules.targets, dtype)
+    may_cast = dtype not in (None, model_dtype({tensor.dtype for tensor in stored.values()}))
     if aoa_config is None:
         source, report = resume_source(checkpoint, model.rules)
     else:
         tensors = {one.name: AoaTensor(one.shape, one.dtype, one.cuts) for one in stored_tensors(model.rules)}
-        source, report = statements_source(checkpoint, described, aoa_config, tensors)
+        source, report = statements_source(checkpoint, described, aoa_config, tensors, may_cast)
+    source = structs.replace(source, may_cast=may_cast)
     for line in regrouped(source):
         report.add("shape", line)
     unread = source.mapping.dropped if aoa_config else checkpoint.rules.fresh

@@ -44,7 +44,8 @@ _STATE = re.compile(r"\.[A-Za-z_]\w*_0$")
 """The suffix of a state, of any optimizer."""
 _DTYPE_STEP = (
     "Resume in the precision of the run that saved it: the same compute_type (or bf16, fp16), fp16_opt_level and "
-    "amp_master_grad. Or set flex_allow_casts: true (allow_casts=True of load) to change between float32 and bfloat16."
+    "amp_master_grad. Or set flex_allow_casts: true (allow_casts=True of load, --dtype of plan) to change between "
+    "float32 and bfloat16."
 )
 
 

@@ -242,7 +242,10 @@ def stored_model(
     declared = list(enumerate_tensors(family, model, dtype or saved)) if model.adapters is None else []
     blocks = [tensor for tensor in declared if tensor.stage is Stage.ABSENT and tensor.name not in specs]
     if dtype not in (None, saved):
-        found = [structs.replace(tensor, dtype=dtype) if tensor.dtype == saved else tensor for tensor in found]
+        dtypes = {tensor.name: tensor.dtype for tensor in declared}
+        found = [
+            structs.replace(one, dtype=dtypes.get(one.name, dtype)) if one.dtype == saved else one for one in found
+        ]
     return SimulatedModel(family, model, grid, [*found, *blocks])
 
 
@@ -275,12 +278,7 @@ def _fitting_stages(
             undivided.add(size)
     if grid.ep > 1 and not sizes.defines("experts"):
         faults.append(f"ep={grid.ep}: the model has no experts")
-    if sizes.length("layers") < grid.pp * grid.vpp:
-        faults.append(
-            f"num_hidden_layers={sizes.length('layers')} is less than pp x vpp = {grid.pp} x {grid.vpp} = "
-            f"{grid.pp * grid.vpp} stages"
-        )
-    elif grid.pp > 1:
+    if grid.pp > 1:
         try:
             pipeline = _Pipeline(family, sizes, model.config, grid)
             stages = {name: pipeline.stage_of(tensor) for name, tensor in tensors.items()}
@@ -345,6 +343,10 @@ def _bounds(method: str, is_layer: list[bool], grid: ParallelGrid) -> list[int]:
     if grid.vpp > 1 or method not in ("uniform", _SEGMENT_METHOD):
         raise ValueError(
             f"{counted} layers, empty ones included, are not divisible by pp x vpp = {grid.pp} x {grid.vpp} = {parts}"
+        )
+    if len(is_layer) < grid.pp:
+        raise ValueError(
+            f"{counted} layers, embedding, norm and head are {len(is_layer)} items, fewer than pp={grid.pp}"
         )
     return uniform_bounds(len(is_layer), grid.pp)
 

@@ -132,7 +132,7 @@ CONFLICTS = (
     Conflict("enable_zero_cost_checkpoint", _SAVES_ITSELF),
     Conflict("flash_device_save_steps", f"{_SAVES_ITSELF}; flex_local_dir saves in the memory of nodes"),
     Conflict("use_async_save", f"{_SAVES_ITSELF}; use flex_async_save"),
-    Conflict("auto_parallel_resume_form_hybrid_parallel", "a checkpoint of any layout is resumed without it"),
+    Conflict("auto_parallel_resume_form_hybrid_parallel", "a run resumes from a checkpoint of any layout without it"),
     Conflict(
         "load_from_hf",
         "a checkpoint to resume is not a HuggingFace directory; to start from open weights, set model_name_or_path",

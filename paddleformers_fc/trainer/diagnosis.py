@@ -51,7 +51,7 @@ KNOWN_FAULTS = {
         "S18": "a flipped bit in a stored tensor is loaded: there are no checksums",
     },
     "paddleformers": {
-        "T3": "an empty newest directory is resumed",
+        "T3": "a resume starts from an empty newest directory",
         "T5": "load_best_model_at_end keeps the weights of the last step",
         "T7": "samples are repeated and skipped if the data-parallel degree changes on resume",
         "T8": "training restarts at step 1 if the Trainer's state file is missing",
@@ -228,14 +228,14 @@ def _resume(listed: OutputFacts, newest: str, skipped: list[str]) -> Check:
 
     Args:
         listed: the output directory.
-        newest: the name of the checkpoint that is resumed; empty for none.
+        newest: the name of the checkpoint that a resume reads; empty for none.
         skipped: the names of those that are skipped.
     """
     faulty = is_newest_faulty(listed)
     if newest:
         # A newer checkpoint of the local tier hides a faulty one.
         faults = [listed.checkpoints[0].name] if faulty and listed.checkpoints[0].name not in skipped else []
-        texts = [f"{newest} is resumed", *(f"{name} is damaged or incomplete" for name in faults)]
+        texts = [f"the run resumes from {newest}", *(f"{name} is damaged or incomplete" for name in faults)]
         texts += [f"{count_text(len(skipped), 'newer checkpoint')} skipped, see below"] if skipped else []
         return Check("resume", not faulty, "; ".join(texts))
     text = "the run starts from the beginning" if not skipped else "no checkpoint can be resumed, see below"

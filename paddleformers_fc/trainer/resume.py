@@ -580,8 +580,8 @@ def continue_or_branch(manifest: Manifest, saved: Sequence[Saved], here: bool, n
     if others and not newer:
         return run, (
             f"The output directory contains checkpoints of several runs: {_by_run(others)} next to "
-            f"checkpoint-{manifest.step} of {_run(own)}, which is resumed. To resume another run, name its checkpoint "
-            "in resume_from_checkpoint. Use another output_dir to keep runs apart."
+            f"checkpoint-{manifest.step} of {_run(own)}, from which this run resumes. To resume another run, name "
+            "its checkpoint in resume_from_checkpoint. Use another output_dir to keep runs apart."
         )
     return run, ""
 

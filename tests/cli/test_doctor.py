@@ -42,7 +42,11 @@ def test_the_checkpoint_of_a_resume_and_the_space_of_a_save_are_reported(output_
     assert min(found["disk"]["write"], found["disk"]["read"], found["disk"]["free"]) > 0
     assert [check["name"] for check in found["checks"]] == [*("versions", "disk", "space", "resume", "leftovers")]
     assert [check for check in found["checks"] if not check["passed"]] == [
-        {"name": "resume", "passed": False, "detail": "checkpoint-3 is resumed; 1 newer checkpoint skipped, see below"}
+        {
+            "name": "resume",
+            "passed": False,
+            "detail": "the run resumes from checkpoint-3; 1 newer checkpoint skipped, see below",
+        }
     ]
 
 
@@ -54,7 +58,7 @@ def test_a_local_tier_is_examined(output_dir: Path, one: Path, tmp_path_factory:
     write_manifest(shutil.copytree(one, newest), replace(read_manifest(one), step=8))
     found = document_of("doctor", output_dir, "--no-hooks")
     assert (found["passed"], found["resume"], found["checks"][-1]["name"]) == (True, str(newest), "local tier")
-    assert f"{newest} is resumed" in run("doctor", output_dir, "--no-hooks").out.replace("\n", "")
+    assert f"the run resumes from {newest}" in run("doctor", output_dir, "--no-hooks").out.replace("\n", "")
     listed = document_of("list", output_dir)
     assert [one["name"] for one in listed["checkpoints"]] == ["checkpoint-3", "checkpoint-2"]
     assert [one["name"] for one in listed["local"]["checkpoints"]] == ["checkpoint-8"]
@@ -63,7 +67,7 @@ def test_a_local_tier_is_examined(output_dir: Path, one: Path, tmp_path_factory:
     (output_dir / "checkpoint-2").rename(output_dir / "checkpoint-5")
     hidden = document_of("doctor", output_dir, "--no-hooks", code=1)
     assert [check["detail"] for check in hidden["checks"] if not check["passed"]] == [
-        f"{newest} is resumed; checkpoint-5 is damaged or incomplete"
+        f"the run resumes from {newest}; checkpoint-5 is damaged or incomplete"
     ]
     (output_dir / "checkpoint-5").rename(output_dir / "checkpoint-2")
     # The tier of another run, or of another machine.

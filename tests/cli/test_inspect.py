@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from paddleformers_fc import __version__
 from paddleformers_fc.cli.explaining import show
@@ -133,6 +136,34 @@ def test_open_weights_need_no_configuration_and_a_damaged_one_is_named(weights_c
     for name in ("config.json", "flex_checksums.json"):
         (weights_copy / name).unlink()
     assert document_of("inspect", weights_copy)["model"] == {}
+
+
+def test_open_weights_next_to_checkpoints_are_read_with_a_warning(stored: Path, tmp_path: Path) -> None:
+    output_dir = tmp_path / "out"
+    assert run("export", stored, output_dir).code == 0
+    commands = [("inspect", output_dir), ("plan", output_dir, "--to", "tp=2"), ("diff", output_dir, output_dir)]
+    assert [run(*command).err for command in commands] == [""] * 3
+    shutil.copytree(stored, output_dir / "checkpoint-3")
+    for command in commands:
+        done = run(*command)
+        assert done.code == 0
+        assert f"{output_dir} contains checkpoints, but is read as open weights (Hugging Face). Name a" in done.err
+    assert "checkpoints, but" not in run("inspect", output_dir / "checkpoint-3").err
+
+
+def test_very_long_names_and_values_keep_their_beginning_and_end(weights_copy: Path) -> None:
+    file, long = weights_copy / "model.safetensors", "a" * 100_000 + "z"
+    for path in weights_copy.glob("*.safetensors*"):
+        path.unlink()
+    (weights_copy / "flex_checksums.json").unlink()
+    save_file({f"{long}.weight": np.zeros(4, np.float32)}, file)
+    (weights_copy / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": [long]}))
+    for command in (("inspect", weights_copy), ("inspect", weights_copy, "*")):
+        out = run(*command).out
+        assert "aaa ... aaa" in out
+        assert len(out) < 10_000
+    assert "az.weight" in out
+    assert document_of("inspect", weights_copy, "*")["tensors"][0]["name"] == f"{long}.weight"
 
 
 def test_a_truncated_file_is_named(copy: Path) -> None:

@@ -138,6 +138,21 @@ def test_a_configuration_that_differs_from_that_of_the_checkpoint_is_rejected_wi
     assert run("diff", stored, unconfigured, "--config", tmp_path / "different").code == 0
 
 
+def test_a_configuration_that_a_flex_checkpoint_lost_is_copied_back_and_not_named(
+    stored: Path, weights: Path, tmp_path: Path
+) -> None:
+    lost = Path(shutil.copytree(stored, tmp_path / "lost"))
+    (lost / "config.json").unlink()
+    commands = [("diff", lost, stored), ("export", lost, tmp_path / "hf"), ("plan", lost, "--to", "tp=2")]
+    for command in commands:
+        failed = run(*command, "--config", weights)
+        assert (failed.code, failed.out) == (1, "")
+        assert "--config (config=) cannot replace a file with a recorded checksum" in failed.err
+        assert f"next: Copy config.json of another checkpoint of this run to {lost / 'config.json'}." in failed.err
+    shutil.copy(stored / "config.json", lost)
+    assert [run(*command).code for command in commands] == [0, 0, 0]
+
+
 # A program that runs commands where Paddle cannot be imported.
 PURE = f"""{WITHOUT_PADDLE}
 import json
@@ -368,12 +383,12 @@ def _contents(root: Path) -> dict[Path, bytes]:
         ("list four", 2, "is a checkpoint"),
         ("clean four --yes", 2, "is a checkpoint"),
         ("verify one --level some", 2, "some"),
-        ("explain four model.layers.1.self_attn.kproj.weight", 2, "is model.layers.1.self_attn.k_proj.weight meant?"),
-        ("inspect four model.norm.weigth", 2, "is model.norm.weight meant?"),
-        ("diff four one --role Model_sate", 2, "is model_state meant?"),
-        ("export four x --role model_sate", 2, "is model_state meant?"),
-        ("inspect fuor", 2, "is four meant?"),
-        ("explain four/model_sate model.norm.weight", 2, "is model_state meant?"),
+        ("explain four model.layers.1.self_attn.kproj.weight", 2, "mean model.layers.1.self_attn.k_proj.weight?"),
+        ("inspect four model.norm.weigth", 2, "did you mean model.norm.weight?"),
+        ("diff four one --role Model_sate", 2, "did you mean model_state?"),
+        ("export four x --role model_sate", 2, "did you mean model_state?"),
+        ("inspect fuor", 2, "did you mean four?"),
+        ("explain four/model_sate model.norm.weight", 2, "did you mean model_state?"),
         ("explain four model.layers.1.self_attn.kproj.weight", 2, "inspect four --tensors"),
         ("diff one ''", 2, "path of a directory is empty"),
         ("diff one four --role moments", 2, "Unknown role 'moments'"),
@@ -405,9 +420,10 @@ def _contents(root: Path) -> dict[Path, bytes]:
         ("plan sized --to tp=2,zp=3", 2, "zp: unknown axis"),
         ("plan sized --to ' '", 2, "The grid to plan for is empty."),
         ("plan sized --to tp=2 --dtype float12", 2, "known: float32, bfloat16, float16"),
-        ("export one x --dtype bfloat61", 2, "is bfloat16 meant?"),
+        ("export one x --dtype bfloat61", 2, "did you mean bfloat16?"),
         ("export one x --dtype fp16", 2, "known: float32, bfloat16"),
-        ("plan sized --to tp=2 --dtype bfloat16", 1, "model.norm.weight: stored float32, expected bfloat16"),
+        ("plan sized --to tp=2 --dtype float16", 1, "model.norm.weight: stored float32, expected float16"),
+        ("plan sized --to tp=2 --dtype float16", 1, "--dtype of plan) to change between float32 and bfloat16"),
         ("plan lost --to tp=2", 1, "is missing"),
         ("plan bare --to tp=2", 2, "Name a directory with the model's config.json: --config DIR"),
         ("plan sized --to tp=2 --aoa-config job.yaml", 2, "The file contains no aoa_config."),

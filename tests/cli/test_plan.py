@@ -83,12 +83,12 @@ def test_the_samples_per_step_are_compared(
 
 
 def test_all_faults_of_a_layout_are_in_one_error_and_each_on_one_line(stored: Path) -> None:
-    assert document_of("plan", stored, "--to", "tp=3,pp=7,ep=3", code=2)["evidence"] == [
+    assert document_of("plan", stored, "--to", "tp=3,pp=6,ep=3", code=2)["evidence"] == [
         "vocab_size=32 is not divisible by tp=3",
         "num_attention_heads=4 is not divisible by tp=3",
         "num_key_value_heads=2 is not divisible by tp=3",
         "ep=3: the model has no experts",
-        "num_hidden_layers=2 is less than pp x vpp = 7 x 1 = 7 stages",
+        "2 layers, embedding, norm and head are 5 items, fewer than pp=6",
     ]
 
 
@@ -98,6 +98,7 @@ def test_equal_ranks_share_a_row_of_the_text(stored: Path) -> None:
     # The order is dp, pp: neighbours are different stages.
     assert [line.split()[0] for line in text.splitlines() if line[:3].strip().isdigit()] == ["0", "1", "2", "3"]
     assert "each a part of a stored tensor that one rank reads" in text
+    assert "100% of the bytes held" in run("plan", stored, "--to", "tp=2,sharding=2").out
     text = run("plan", stored, "--to", "dp=4").out
     assert "0-3" in text
     assert not any(word in text for word in ("not loaded", "dropped", "cast", "samples per step"))

@@ -62,6 +62,7 @@ def test_unnamed_degrees_have_their_defaults() -> None:
         ("sharding=2,stage=3,pp=2", "support neither pipeline"),
         ("sharding=2,stage=3,tp=2", "stage=3 with tp=2"),
         ("vpp=2", "vpp=2 with pp=1"),
+        ("pp=2,vpp=2", "vpp=2 with pp=2: virtual stages need more than 2 pipeline stages"),
         ("ep=2,dp=2", "ep=2 with dp=2"),
         ("ep=3,sharding=4,split=true", "divides tp x sharding = 4"),
         ("ep=2,tp=4,sharding=2,split=true", "must be a multiple of tp"),

@@ -76,6 +76,19 @@ def test_a_forecast_counts_what_the_plan_of_every_rank_holds(stored: str, wanted
     assert not found.fresh
 
 
+@pytest.mark.parametrize(("stored", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_forecast_in_another_precision_is_the_plan_of_a_load_that_may_cast(stored: str, wanted: str) -> None:
+    checkpoint, model = checkpoint_of(laid_out("dp=1", stored)), laid_out("tp=2", wanted)
+    source, _ = resume_source(checkpoint, model.rules)
+    found = plan_load(checkpoint, "tp=2", wanted).plan()
+    for rank, one in enumerate(found.ranks):
+        roles = model.roles(rank)
+        plan = plan_reads(structs.replace(source, may_cast=True), roles)
+        costs = [cost_of(item, roles[item.role][item.name].dtype) for item in plan.items]
+        assert (one.items, one.read, plan.report.lines) == (len(costs), sum(read for read, _ in costs), set())
+    assert (found.dtype, found.fresh, found.dropped) == (wanted, [], [])
+
+
 def test_a_forecast_for_the_same_grid_reads_each_shard_once_without_copies() -> None:
     model = laid_out("tp=2,sharding=2,split=true")
     source, report = resume_source(checkpoint_of(model), model.rules)

@@ -243,8 +243,8 @@ def test_keys_that_cannot_be_meant_are_refused_before_a_process_group() -> None:
 
     install()
     for text, refused in (
-        ("flex_verfy: 1", "flex_verfy: is flex_verify meant?"),
-        ("save_stps: 1", "save_stps: is save_steps meant?"),
+        ("flex_verfy: 1", "flex_verfy: did you mean flex_verify?"),
+        ("save_stps: 1", "save_stps: did you mean save_steps?"),
         ("learning_rate: 5e-3", "learning_rate: '5e-3' is not a number"),
         (
             "save_checkpoint_format: unified_checkpoint",
