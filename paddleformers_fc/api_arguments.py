@@ -45,7 +45,8 @@ def _is_finite(value: object) -> bool:
 
 
 def _is_names(value: object) -> bool:
-    return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(one, str) for one in value)
+    is_list = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
+    return is_list and all(isinstance(one, str) for one in value)
 
 
 def _is_degrees(value: object) -> bool:
