@@ -21,7 +21,7 @@ from msgspec import structs
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch, MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
-from paddleformers_fc.families.changes import ABSENT, OPTION, check_changes_allowed, config_changes
+from paddleformers_fc.families.changes import ABSENT, MODEL_TYPE, OPTION, check_changes_allowed, config_changes
 from paddleformers_fc.families.declarations import DIVIDED
 from paddleformers_fc.formats.registry import is_resumable, open_weights, read_config, require_config, saved_run
 from paddleformers_fc.layout.grid import ParallelGrid
@@ -432,9 +432,11 @@ def _check_same_model(given: Mapping[str, Any], values: Values, checkpoint: AnyP
     old, new = (ModelDescription({key: config[key] for key in both}) for config in (stored, live))
     changes = [one for one in config_changes(old, new, True) if {ABSENT, "null"}.isdisjoint((one.saved, one.now))]
     unfit = [one for one in changes if any(key.rpartition(".")[2] in _SIZES for key in one.keys)]
+    allowed = values.get(OPTION) or ()
     try:
+        check_changes_allowed([one for one in changes if one.key == MODEL_TYPE], allowed, str(checkpoint))
         unfit = [structs.replace(one, because="tensors have other shapes or names") for one in unfit]
         check_changes_allowed(unfit, (), str(checkpoint), fits=False)
-        check_changes_allowed(changes, values.get(OPTION) or (), str(checkpoint))
+        check_changes_allowed(changes, allowed, str(checkpoint))
     except MismatchError as error:
         raise error if isinstance(values[_RESUME], str) else resume.with_new_run_advice(error) from None

@@ -327,6 +327,16 @@ def test_the_checkpoint_to_resume_is_checked(tmp_path: Path, monkeypatch: pytest
     assert fault(tmp_path, "resume_from_checkpoint=true") == ""
 
 
+def test_no_new_run_is_suggested_next_to_damaged_checkpoints(tmp_path: Path) -> None:
+    config_of_model = save(tmp_path / "out/checkpoint-3", canonical()) / "config.json"
+    config_of_model.write_bytes(config_of_model.read_bytes()[:-1])
+    found = fault(tmp_path, "resume_from_checkpoint=true")
+    assert "- checkpoint-3: config.json" in found
+    assert f"paddleformers-fc doctor {tmp_path / 'out'}, or" in found
+    assert "set another output_dir" in found
+    assert "from the beginning" not in found
+
+
 def test_a_model_that_is_not_that_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
     stored = {**TINY, **SIZES, "rope_theta": 10000.0, "sliding_window": None}
     checkpoint = save(tmp_path / "out/checkpoint-3", canonical(), config=stored)
@@ -339,6 +349,7 @@ def test_a_model_that_is_not_that_of_the_checkpoint_is_refused(tmp_path: Path) -
         ({"rope_theta": 5000.0}, "", "flex_allow_config_changes: [rope_theta]"),
         ({"rope_theta": 5000.0}, "rope_theta", ""),
         ({"model_type": "phi3"}, "", "model_type  ernie4_5  phi3"),
+        ({"model_type": "phi3", "num_hidden_layers": 4}, "", "another model: ernie4_5, not phi3."),
     ):
         model = model_of(tmp_path / "model", **{**stored, **changes})
         may = f"flex_allow_config_changes=[{allowed}]"
