@@ -45,11 +45,19 @@ def _is_finite(value: object) -> bool:
 
 
 def _is_names(value: object) -> bool:
-    return isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(one, str) for one in value)
+    is_list = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
+    return is_list and all(isinstance(one, str) for one in value)
 
 
 def _is_degrees(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(key, str) and _is_int(one, 1) for key, one in value.items())
+
+
+def _is_shapes(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(shape, Sequence) and all(_is_int(length, 0) for length in shape)
+        for name, shape in value.items()
+    )
 
 
 TEXT = Kind("a text", lambda value: isinstance(value, str))
@@ -66,6 +74,7 @@ COUNT_OR_ZERO = Kind("an int of at least 0 and below 2**53", lambda value: type(
 TOLERANCE = Kind("a finite number of at least 0", _is_finite)
 NAMES = Kind("a list of texts", _is_names)
 DEGREES = Kind('the degree of each axis, such as {"tp": 2, "pp": 1}', _is_degrees)
+SHAPES = Kind('the shape of each tensor by name, such as {"lm_head.weight": [64, 32]}', _is_shapes)
 
 
 def one_of(values: Collection[str]) -> Kind:

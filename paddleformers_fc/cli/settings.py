@@ -47,6 +47,14 @@ def read_settings(config: Path) -> dict[str, Any]:
     return settings
 
 
+def places_of_keys(config: Path) -> dict[str, str]:
+    """Return file and line of every key of a file that :func:`read_settings` accepts; of a JSON file only its path."""
+    if config.suffix == ".json":
+        return dict.fromkeys(read_settings(config), str(config))
+    root = yaml.compose(read_document(config), Loader=_Loader)
+    return {key.value: f"{config}, line {key.start_mark.line + 1}" for key, _ in root.value}
+
+
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Parse ``key=value`` arguments, whose values are YAML.
 

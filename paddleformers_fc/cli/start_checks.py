@@ -21,9 +21,9 @@ from msgspec import structs
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch, MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
-from paddleformers_fc.families.changes import ABSENT, OPTION, check_changes_allowed, config_changes
+from paddleformers_fc.families.changes import ABSENT, MODEL_TYPE, OPTION, check_changes_allowed, config_changes
 from paddleformers_fc.families.declarations import DIVIDED
-from paddleformers_fc.formats.registry import is_resumable, open_weights, read_config, saved_run
+from paddleformers_fc.formats.registry import is_resumable, open_weights, read_config, require_config, saved_run
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.files import check_writable, exists, is_directory, is_file, list_directory, similar_entry
@@ -66,13 +66,14 @@ def check_paddleformers_installed(doing: str) -> None:
         )
 
 
-def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> SimpleNamespace:
+def check(settings: Mapping[str, Any], is_extended: bool, nodes: int, places: Mapping[str, str]) -> SimpleNamespace:
     """Check settings for everything that ranks would reject after their imports, or misread.
 
     Args:
         settings: the configuration with its overrides.
         is_extended: whether a user's registration file runs.
         nodes: number of nodes of the job. If there are several, this one may not see all files of a checkpoint.
+        places: file and line of the settings that have one, by key.
     Returns:
         the settings, with defaults for missing keys.
     Raises:
@@ -86,7 +87,7 @@ def check(settings: Mapping[str, Any], is_extended: bool, nodes: int) -> SimpleN
     """
     stock = stock_table()
     options.check_settings(settings)
-    _check_keys_known(settings, {} if is_extended else stock.keys)
+    _check_keys_known(settings, {} if is_extended else stock.keys, places)
     check_values(settings, stock.keys, is_extended)
     defaults = {key: one.default for key, one in stock.keys.items()}
     checked = SimpleNamespace(**{_RESUME: None, **defaults, **vars(options.FlexFields()), **settings})
@@ -135,7 +136,7 @@ def _raise_faults(faults: Sequence[str], next_step: str) -> None:
         )
 
 
-def _check_keys_known(settings: Mapping[str, Any], stock: Mapping[str, Any]) -> None:
+def _check_keys_known(settings: Mapping[str, Any], stock: Mapping[str, Any], places: Mapping[str, str]) -> None:
     """Check for unknown keys; without a table of PaddleFormers' keys, only among keys that begin with ``flex_``.
 
     Raises:
@@ -146,7 +147,7 @@ def _check_keys_known(settings: Mapping[str, Any], stock: Mapping[str, Any]) -> 
     # PaddleFormers also has keys that begin with flex_ckpt.
     unknown = [name for name in names if stock or (name.startswith("flex_") and not name.startswith("flex_ckpt"))]
     if unknown:
-        raise options.unknown_keys(unknown, stock)
+        raise options.unknown_keys(unknown, stock, places)
 
 
 def _check_local_tier(checked: SimpleNamespace, nodes: int) -> None:
@@ -296,8 +297,10 @@ def _fused_norm_faults(values: Values) -> Iterator[str]:
 
 
 def _config_of(values: Values) -> dict[str, Any]:
+    """Return the configuration of a model on this machine; empty for a model on a hub."""
     model = values.get(_PATH)
-    return read_config(Path(expand_user(model))) if model else {}
+    directory = Path(expand_user(model or ""))
+    return require_config(directory) if model and is_directory(directory) else {}
 
 
 def checkpoint_to_resume(values: Values, nodes: int) -> AnyPath | None:
@@ -375,7 +378,7 @@ def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) ->
         CheckpointError: the directory has no weights to start from.
         FormatError: the configuration is not a JSON object.
         MappingError: the configuration lacks model_type or a size, or contradicts itself.
-        OptionError: a degree does not divide the model.
+        OptionError: the directory has no config.json, or a degree does not divide the model.
     """
     config = _config_of(values) if values["stage"] in _TRAINER_STAGES else {}
     if config.get("model_type") in stock.without_fleet:
@@ -429,9 +432,11 @@ def _check_same_model(given: Mapping[str, Any], values: Values, checkpoint: AnyP
     old, new = (ModelDescription({key: config[key] for key in both}) for config in (stored, live))
     changes = [one for one in config_changes(old, new, True) if {ABSENT, "null"}.isdisjoint((one.saved, one.now))]
     unfit = [one for one in changes if any(key.rpartition(".")[2] in _SIZES for key in one.keys)]
+    allowed = values.get(OPTION) or ()
     try:
+        check_changes_allowed([one for one in changes if one.key == MODEL_TYPE], allowed, str(checkpoint))
         unfit = [structs.replace(one, because="tensors have other shapes or names") for one in unfit]
         check_changes_allowed(unfit, (), str(checkpoint), fits=False)
-        check_changes_allowed(changes, values.get(OPTION) or (), str(checkpoint))
+        check_changes_allowed(changes, allowed, str(checkpoint))
     except MismatchError as error:
         raise error if isinstance(values[_RESUME], str) else resume.with_new_run_advice(error) from None

@@ -33,6 +33,7 @@ from paddleformers_fc.families.changes import (
     Change,
     check_adapters_on_both_sides,
     check_changes_allowed,
+    check_keys_known,
     config_changes,
     of_adapters,
     without_patterns,
@@ -298,6 +299,7 @@ def prepare_load(
     load, report = _agree(checkpoint.catalog, target, plan, recorded, consistency)
     changes = config_changes(checkpoint.known, model, complete=not checkpoint.known.partial)
     root = str(checkpoint.catalog.root)
+    check_keys_known(terms.may_change, checkpoint.known, model)
     if report.lines:
         check_adapters_on_both_sides(checkpoint.known, model, root)
         check_changes_allowed(of_adapters(changes), terms.may_change, root, fits=False)

@@ -313,7 +313,7 @@ def proved_mapping(job: JobShards, model: ModelDescription) -> tuple[bytes, Mode
     # One shard of every model tensor of the job; its cuts determine the tensor-parallel degree.
     parameters = {name: job[numbers[0]][1] for name, numbers in job.tensors(MODEL_STATE)}
     if not parameters:
-        raise OptionError("The model has no tensors.", where="model", next_step="Save a layer or state dict with some.")
+        raise OptionError("The model has no tensors.", where="model", next_step="Pass a layer or state dict with some.")
     empty = [name for name, shard in parameters.items() if 0 in shard.global_shape]
     if empty:
         raise OptionError(
@@ -347,7 +347,7 @@ def _check_complete(job: JobShards, parameters: Mapping[str, Shard]) -> None:
     if faults:
         raise MismatchError(
             "The shards of all ranks do not form every tensor exactly once: "
-            f"{count_text(len(faults), 'fault')}. Nothing was written.",
+            f"{count_text(len(faults), 'fault')}. No tensor was written or sent.",
             evidence=fold(faults),
             next_step="Check the parallel configuration; the ranks describe inconsistent shards.",
         )

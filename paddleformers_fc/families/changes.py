@@ -18,17 +18,20 @@ from typing import Any
 import msgspec
 import xxhash
 
-from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.families.description import ALTERNATES, IS_NLP, ModelDescription
+from paddleformers_fc.errors import MismatchError, OptionError
+from paddleformers_fc.families.description import ALTERNATES, IS_NLP, Adapters, ModelDescription
 from paddleformers_fc.families.exported import exported_config, is_of_source
 from paddleformers_fc.families.names import family_keys
 from paddleformers_fc.families.registry import family_for, is_known
+from paddleformers_fc.text import suggestion
 
 OPTION = "flex_allow_config_changes"
 """The option that lists the keys that may change."""
 
 ABSENT = "not set"
 _LONGEST = 48
+
+MODEL_TYPE = "model_type"
 
 ADAPTERS = "lora"
 """The prefix of adapter settings, which are not configuration keys."""
@@ -37,7 +40,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "adapters have another rank, scaling or target, were trained on another base, or only one side has them": (
         ADAPTERS,
     ),
-    "the class of the model": ("model_type",),
+    "the class of the model": (MODEL_TYPE,),
     "positions are encoded differently": (
         *("rope_*", "rotary*", "partial_rotary_factor", "no_rope*", "mrope*", "position_embedding_type"),
         *("original_max_position_embeddings", "*_rope_theta", "use_alibi", "alibi"),
@@ -256,7 +259,31 @@ def check_adapters_on_both_sides(stored: ModelDescription, live: ModelDescriptio
     raise MismatchError(f"{what} No weight was changed.", where=where, next_step=next_step)
 
 
-def check_changes_allowed(changes: Iterable[Change], allowed: Collection[str], where: str, fits: bool = True) -> None:
+def check_keys_known(allowed: Iterable[str], stored: ModelDescription, live: ModelDescription) -> None:
+    """Check that every key that a user allows to change exists: in one of two configurations, or for adapters.
+
+    Args:
+        allowed: the keys that the user allows to change.
+        stored: the model of a checkpoint.
+        live: the model that it is loaded into.
+
+    Raises:
+        OptionError: lists the unknown keys, with similar known ones.
+    """
+    known = {f"{ADAPTERS}.{name}" for name in (*Adapters.__struct_fields__, "location")}
+    for model in (stored, live):
+        known.update(model.config, dict(_values(model.config)), dict(_adapter_values(model)))
+    unknown = [name for name in allowed if not any(key == name or key.startswith(f"{name}.") for key in known)]
+    if unknown:
+        raise OptionError(
+            f"Unknown key in {OPTION}.",
+            where=OPTION,
+            evidence=[": ".join((name, *suggestion(name, known))) for name in unknown],
+            next_step="Correct the key or remove it. Keys of nested values have dots, such as rope_scaling.factor.",
+        )
+
+
+def check_changes_allowed(changes: Sequence[Change], allowed: Collection[str], where: str, fits: bool = True) -> None:
     """Check that the user allows all changes that alter the meaning of weights.
 
     Args:
@@ -266,13 +293,22 @@ def check_changes_allowed(changes: Iterable[Change], allowed: Collection[str], w
         fits: whether names and shapes of the tensors match; if not, allowing the keys would not help.
 
     Raises:
-        MismatchError: with a table of the changes that are not allowed.
+        MismatchError: with a table of the changes that are not allowed; or the checkpoint contains another model.
     """
     rejected = [change for change in changes if change.because and not change.is_named_in(allowed)]
     if not rejected:
         return
+    for change in rejected:
+        if change.key == MODEL_TYPE:
+            raise MismatchError(
+                f"The checkpoint contains another model: {change.saved}, not {change.now}. No weight was changed.",
+                where=where,
+                evidence=table(rejected),
+                next_step=f"Use the model that the checkpoint was saved with, or a checkpoint of {change.now}.",
+            )
     reasons = dict.fromkeys(change.because for change in rejected)
-    keys = ", ".join(sorted({*allowed, *(change.key for change in rejected)}))
+    effective = (name for name in allowed if any(change.is_named_in([name]) for change in changes))
+    keys = ", ".join(sorted({*effective, *(change.key for change in rejected)}))
     named = f", or name every changed key for the Trainer: {OPTION}: [{keys}]"
     raise MismatchError(
         "The model's configuration gives the stored weights another meaning. No weight was changed.",

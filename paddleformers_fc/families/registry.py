@@ -23,6 +23,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pkgutil import iter_modules
 from typing import Any
 
+from paddleformers_fc.api_arguments import SHAPES, instance_of, require, require_or_none
 from paddleformers_fc.errors import FlexError, MappingError, OptionError
 from paddleformers_fc.families import models
 from paddleformers_fc.families.bind import bind
@@ -205,7 +206,7 @@ def register(
     Raises:
         MappingError: the proof fails, the open weights have different tensors, or another family declares the
             ``model_type``.
-        OptionError: only one of configuration and header is given.
+        OptionError: only one of configuration and header is given, or an argument is invalid.
     """
     if (config is None) != (header is None):
         raise OptionError(
@@ -213,8 +214,9 @@ def register(
             where="header" if header is None else "config",
             next_step="Pass both, or neither.",
         )
-    if not isinstance(family, Family):
-        raise OptionError(f"{type(family).__name__} is no family.", where="family", next_step="Pass lang.family(...).")
+    require(instance_of(Family, "lang.family(...)"), family=family)
+    require_or_none(instance_of(Mapping, "the configuration as a mapping"), config=config)
+    require_or_none(SHAPES, header=header)
     if config is not None and config.get("model_type", family.name) != family.name:
         raise OptionError(
             f"The configuration is of model_type {config['model_type']!r}, and the family of {family.name!r}.",

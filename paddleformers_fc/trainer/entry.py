@@ -264,4 +264,4 @@ def _check_known(settings: Any, kinds: list[Any]) -> None:
     known = {one.name for kind in kinds for one in dataclasses.fields(kind) if one.init}
     ours = any(name.startswith("flex_") and not name.startswith("flex_ckpt") for name in names)
     if ours and names - known:
-        raise unknown_keys(names - known, known.difference(FIELD_NAMES))
+        raise unknown_keys(names - known, known.difference(FIELD_NAMES), {})

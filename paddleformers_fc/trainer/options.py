@@ -78,7 +78,7 @@ class FlexFields:
             OptionError: with all such keys.
         """
         if not REMOVED.isdisjoint(given):
-            raise unknown_keys(REMOVED & given.keys(), ())
+            raise unknown_keys(REMOVED & given.keys(), (), {})
         if given.get("flex_checkpoint"):
             check_conflicts(SimpleNamespace(**given), DEVELOPMENT)
         return super().__new__(cls)
@@ -362,20 +362,22 @@ def _check_one_value(pairs: Iterable[tuple[str, Any, str, Any]]) -> None:
         )
 
 
-def unknown_keys(unknown: Iterable[str], stock: Iterable[str]) -> OptionError:
+def unknown_keys(unknown: Iterable[str], stock: Iterable[str], places: Mapping[str, str]) -> OptionError:
     """Return the error about keys that are unknown to PaddleFormers and this package.
 
     Args:
         unknown: the keys.
         stock: the keys of PaddleFormers.
+        places: file and line of the keys that have one.
     """
     names, known = sorted(unknown), (*FIELD_NAMES, *sorted(stock))
+    lines = [(name, _suggestion(name, known)) for name in names]
     correct = f"Correct the key or remove it. This package has {', '.join(FIELD_NAMES)}."
     remove = "Remove the key; CHANGELOG.md lists what replaces it."
     return OptionError(
         "Unknown key in the configuration.",
         where="training arguments",
-        evidence=[_suggestion(name, known) for name in names],
+        evidence=[f"{places[name]}: {line}" if name in places else line for name, line in lines],
         next_step=remove if REMOVED.issuperset(names) else correct,
     )
 

@@ -337,11 +337,18 @@ def no_checkpoint(output_dir: Path, reasons: Iterable[tuple[Path, str]]) -> NotA
         output_dir: where the run saves.
         reasons: the skipped directories, each with its reason.
     """
+    evidence = [f"{path.name if path.parent == output_dir else path}: {why}" for path, why in reasons]
+    next_step = "Name a checkpoint in resume_from_checkpoint, or remove that key to start from the beginning."
+    if evidence:  # A new run would overwrite these directories, or be mixed with them.
+        next_step = (
+            f"Restore the files and check them with paddleformers-fc doctor {output_dir}, or name another checkpoint "
+            "in resume_from_checkpoint. To start a new run, remove that key and set another output_dir."
+        )
     return NotACheckpoint(
         f"{output_dir} has no finished checkpoint to resume from.",
         where=str(output_dir),
-        evidence=[f"{path.name if path.parent == output_dir else path}: {why}" for path, why in reasons],
-        next_step="Name a checkpoint in resume_from_checkpoint, or remove that key to start from the beginning.",
+        evidence=evidence,
+        next_step=next_step,
     )
 
 

@@ -9,7 +9,7 @@ Memory: ``max_bytes`` in flight on a rank, and the adapters of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -23,6 +23,7 @@ from paddleformers_fc.api_arguments import (
     COUNT,
     FLAG,
     NAMES,
+    TEXT,
     Kind,
     one_of,
     require,
@@ -70,14 +71,16 @@ from paddleformers_fc.trainer.loop import (
 )
 
 HOST, MODEL = "host", "model"
-_RECEIVERS = Kind(
-    '"all", "first" or a list of ranks',
-    lambda value: (
-        value in ("all", "first")
-        if isinstance(value, str)
-        else isinstance(value, Collection) and len(value) > 0 and all(type(one) is int and one >= 0 for one in value)
-    ),
-)
+
+
+def _is_receivers(value: object) -> bool:
+    if isinstance(value, str):
+        return value in ("all", "first")
+    is_list = isinstance(value, Collection) and not isinstance(value, (bytes, Mapping)) and len(value) > 0
+    return is_list and all(type(one) is int and one >= 0 for one in value)
+
+
+_RECEIVERS = Kind('"all", "first" or a list of ranks', _is_receivers)
 
 
 def stream(
@@ -129,11 +132,12 @@ def stream(
 
     def prepare() -> _Prepared:
         require_or_none(NAMES, names=names)
+        require_or_none(TEXT, dtype=dtype)
         require(_RECEIVERS, to=to)
         require(COUNT, max_bytes=max_bytes)
         require(one_of((HOST, MODEL)), device=device)
         require(FLAG, adapters=adapters)
-        selected = None if names is None else tuple(names)
+        selected = None if names is None else tuple(sorted(names))
         cast_to = parse_export_dtype(dtype or "")
         request = StreamRequest(
             _receivers(to, channel.world_size), channel.world_size, selected, cast_to, int(max_bytes)

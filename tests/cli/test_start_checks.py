@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -222,6 +223,14 @@ def test_all_faults_of_a_check_are_listed_with_one_advice(tmp_path: Path) -> Non
     assert (outcome.code, outcome.err.count("\n  - "), outcome.err.count("next:")) == (2, 3, 1)
 
 
+def test_an_unknown_key_is_named_with_its_file_and_line(tmp_path: Path) -> None:
+    path, other = config(tmp_path, save_total_limt=2), tmp_path / "job.json"
+    other.write_text(json.dumps({"output_dir": str(tmp_path), "flex_verfy": "full"}))
+    for file, line in ((path, f"{path}, line 3: save_total_limt: is"), (other, f"{other}: flex_verfy: is")):
+        with pytest.raises(OptionError, match=re.escape(line)):
+            prepare(file, 1, [])
+
+
 def test_keys_and_values_are_checked_before_paddle_is_imported(tmp_path: Path) -> None:
     code = """if True:
         import sys
@@ -318,6 +327,16 @@ def test_the_checkpoint_to_resume_is_checked(tmp_path: Path, monkeypatch: pytest
     assert fault(tmp_path, "resume_from_checkpoint=true") == ""
 
 
+def test_no_new_run_is_suggested_next_to_damaged_checkpoints(tmp_path: Path) -> None:
+    config_of_model = save(tmp_path / "out/checkpoint-3", canonical()) / "config.json"
+    config_of_model.write_bytes(config_of_model.read_bytes()[:-1])
+    found = fault(tmp_path, "resume_from_checkpoint=true")
+    assert "- checkpoint-3: config.json" in found
+    assert f"paddleformers-fc doctor {tmp_path / 'out'}, or" in found
+    assert "set another output_dir" in found
+    assert "from the beginning" not in found
+
+
 def test_a_model_that_is_not_that_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
     stored = {**TINY, **SIZES, "rope_theta": 10000.0, "sliding_window": None}
     checkpoint = save(tmp_path / "out/checkpoint-3", canonical(), config=stored)
@@ -330,6 +349,7 @@ def test_a_model_that_is_not_that_of_the_checkpoint_is_refused(tmp_path: Path) -
         ({"rope_theta": 5000.0}, "", "flex_allow_config_changes: [rope_theta]"),
         ({"rope_theta": 5000.0}, "rope_theta", ""),
         ({"model_type": "phi3"}, "", "model_type  ernie4_5  phi3"),
+        ({"model_type": "phi3", "num_hidden_layers": 4}, "", "another model: ernie4_5, not phi3."),
     ):
         model = model_of(tmp_path / "model", **{**stored, **changes})
         may = f"flex_allow_config_changes=[{allowed}]"
@@ -369,6 +389,13 @@ def test_a_flex_checkpoint_is_not_resumed_by_paddleformers_alone(tmp_path: Path)
         *("output_dir=HERE/other", "output_dir=HERE/stock", f"stage=DPO;{named}"),
     ):
         assert fault(tmp_path, overrides, **STOCK) == "", overrides
+
+
+def test_a_configuration_is_needed_in_the_directory_of_a_model(tmp_path: Path) -> None:
+    model = Path(model_of(tmp_path / "model"))
+    (model / "config.json").unlink()
+    for keys in (FULL, {**FULL, "continue_training": False, "flex_checkpoint": False}):
+        assert f"{model} has no config.json." in fault(tmp_path, model_name_or_path=str(model), **keys)
 
 
 def test_weights_are_needed_unless_the_run_starts_from_scratch(tmp_path: Path) -> None:

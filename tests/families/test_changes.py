@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.changes import (
     OPTION,
     Change,
     check_changes_allowed,
+    check_keys_known,
     config_changes,
     table,
     value_text,
@@ -99,6 +100,22 @@ def test_a_value_under_several_keys_is_one_change_and_any_of_the_keys_allows_it(
 def test_changes_of_equal_values_under_other_keys_stay_apart() -> None:
     text = refused({"n_group": 1, "topk_group": 1}, {"n_group": 2, "topk_group": 2}, "n_group")
     assert "flex_allow_config_changes: [n_group, topk_group]" in text
+
+
+def test_keys_without_a_change_and_the_type_of_the_model_are_not_offered() -> None:
+    assert "flex_allow_config_changes: [rope_theta]" in refused({"rope_theta": 1}, {"rope_theta": 2}, "rope_thta")
+    text = refused({"model_type": "llama", "rope_theta": 1}, {"model_type": "phi3", "rope_theta": 2})
+    assert "contains another model: llama, not phi3." in text
+    assert OPTION not in text
+
+
+def test_an_allowed_key_of_neither_configuration_is_an_error_with_a_suggestion() -> None:
+    saved, now = ModelDescription({"rope_theta": 1, "rope_scaling": LINEAR}), ModelDescription({"moe_k": 1, "none": {}})
+    known = ("rope_theta", "rope_scaling", "rope_scaling.factor", "moe_k", "none", "lora", "lora.base", "lora.location")
+    check_keys_known(known, saved, now)
+    with pytest.raises(OptionError) as raised:
+        check_keys_known([*known, "rope_thta", "elsewhere"], saved, now)
+    assert raised.value.evidence == ("rope_thta: is rope_theta meant?", "elsewhere")
 
 
 def test_no_key_is_offered_for_tensors_that_do_not_fit() -> None:

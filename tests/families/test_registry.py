@@ -68,8 +68,14 @@ FAMILY = Family(
 
 
 def test_what_is_no_family_or_belongs_to_another_cannot_be_registered() -> None:
-    with pytest.raises(OptionError, match="str is no family"):
-        register("llama")
+    for given, fault in (
+        (("llama",), "family='llama'"),
+        ((OURS, ["hidden_size"], {}), r"config=\['hidden_size'\]"),
+        ((OURS, {}, 3), "header=3"),
+        ((OURS, {}, {"model.norm.weight": 8}), r"header={'model.norm.weight': 8}"),
+    ):
+        with pytest.raises(OptionError, match=f"Invalid argument: {fault}"):
+            register(*given)
     with pytest.raises(OptionError, match="of model_type 'qwen2', and the family of 'ours'"):
         register(OURS, {"model_type": "qwen2"}, {})
 

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import paddleformers_fc
-from paddleformers_fc.errors import FlexError, OptionError
+from paddleformers_fc.errors import FlexError, MismatchError, OptionError
 from paddleformers_fc.storage.safetensors import read_header
 from tests.harness.limits import LIMIT
 from tests.harness.on_ranks import on_ranks, run_on_ranks
@@ -201,10 +201,15 @@ def test_an_error_on_one_rank_ends_the_stream_on_all(tmp_path: Path) -> None:
         ({"to": [9]}, "OptionError: The job has no rank 9."),
         ({"adapters": True}, "OptionError: The model has no adapters."),
         ({"dtype": "bf61"}, "OptionError: Unknown dtype 'bf61'."),
+        ({"dtype": []}, "OptionError: Invalid argument: dtype=[]."),
+        ({"names": b""}, "OptionError: Invalid argument: names=b''."),
+        ({"to": b"\0"}, "OptionError: Invalid argument: to=b'\\x00'."),
     ):
         with pytest.raises(FlexError) as caught:
             digests_of(stream(**given))
         assert f"{type(caught.value).__name__}: {caught.value.what}".startswith(text)
+    with pytest.raises(MismatchError, match=r"exactly once: 2 faults\. No tensor was written or sent\."):
+        digests_of(paddleformers_fc.stream(paddle.nn.Linear(4, 5 if is_last else 4)))
     read, calls = LiveReader._read, []
 
     def failing(self: Any, pieces: Any) -> Any:
