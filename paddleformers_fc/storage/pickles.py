@@ -210,7 +210,7 @@ class _Machine:
 
     def read(self, count: int) -> bytes:
         """Read the next bytes, at most as many as a text may have."""
-        if count >= MAX_TEXT_BYTES:
+        if count > MAX_TEXT_BYTES:
             raise ValueError(f"it has a text of {count} bytes")
         data = self._reader.read(count)
         if len(data) < count:
