@@ -85,19 +85,24 @@ def test_a_page_is_self_contained_and_has_the_reads_of_every_rank(pages: dict[st
 def test_a_rank_reads_from_the_files_that_its_own_plan_names(stored: Path) -> None:
     """Counted again from the plan of one rank, as a load makes it."""
     from paddleformers_fc.formats.registry import open_checkpoint
+    from paddleformers_fc.layout.roles import split_state_name
     from paddleformers_fc.plan.build import plan_reads
     from paddleformers_fc.plan.forecast import cost_of, plan_load
 
     flows = paddleformers_fc.open(stored).plan_flows(FEW)
     target = plan_load(open_checkpoint(stored), FEW)
-    for rank in (0, 3, 7):
+    writers: dict[str, set[str]] = {}
+    for rank in range(8):
         layout = target.model.roles(rank)
         dtypes = {(role, name): shard.dtype for role, shards in layout.items() for name, shard in shards.items()}
         counted: Counter[str] = Counter()
         for item in plan_reads(target.source, layout).items:
             number = int(Path(item.stored.file).stem.split("-")[1])
             counted[f"rank {number}"] += cost_of(item, dtypes[item.role, item.name])[0]
+            parameter = split_state_name(item.role, item.name).parameter
+            writers.setdefault(parameter, set()).add(f"rank {number}")
         assert {flows.writers[index]: count for index, count in flows.reads[rank].items()} == counted
+    assert {one.name: one.writers for one in flows.parameters} == {name: len(ranks) for name, ranks in writers.items()}
 
 
 def test_open_weights_are_read_from_their_files(stored: Path, tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def test_a_stack_with_other_axes_than_are_declared_is_refused() -> None:
         bind(probe, model_of({"num_experts": 3}), [stack])
 
 
-FUSED, NORM = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.2.input_layernorm.weight"
+LAYER = "model.layers.0"
+FUSED, NORM = f"{LAYER}.self_attn.qkv_proj.weight", "model.layers.2.input_layernorm.weight"
 GATE, EMPTY = "model.layers.1.mlp.gate.weight", "num_empty_layers_add_in_head"
 
 
@@ -53,6 +54,11 @@ GATE, EMPTY = "model.layers.1.mlp.gate.weight", "num_empty_layers_add_in_head"
     ("name", "changes", "tensor", "shape", "message"),
     [
         ("ernie4_5", {}, FUSED, (32, 33), "length 33 does not divide into 8 query and 2 x 4"),
+        ("ernie4_5", {}, FUSED, (32, 64, 1), "a fused layer has one or two axes, this tensor has 3"),
+        ("ernie4_5", {}, f"{LAYER}.self_attn.o_proj.weight", (32,), "a linear weight has two axes, this tensor has 1"),
+        ("ernie4_5", {}, f"{LAYER}.mlp.up_gate_proj.weight", (32, 65), "65 does not divide into gate and up for 1"),
+        ("ernie4_5", {"num_key_value_heads": 3}, FUSED, (32, 64), "=8 and num_key_value_heads=3 do not group"),
+        ("ernie4_5", {"num_attention_heads": 0}, FUSED, (32, 64), "=0 and num_key_value_heads=4 do not group"),
         # Gates, and values of another length: the layer is longer than its heads, and divisible.
         ("minimax_m2", {"use_gated_attn": True, "v_head_dim": 8}, FUSED, (32, 192), "length 192 is not the 128 that 8"),
         ("minimax_m2", {"v_head_dim": 16}, FUSED, (32, 160), "length 160 is not the 128 that 8 query and 2 x 4"),

@@ -31,6 +31,9 @@ def test_a_missing_key_of_a_nested_configuration_is_not_taken_from_another_tower
     vision = {key: value for key, value in CONFIG["vision_config"].items() if key != "depth"}
     with pytest.raises(MappingError, match="depth"):
         list(enumerate_tensors(FAMILY, ModelDescription({**CONFIG, "vision_config": vision, "depth": 2})))
+    joined = {**CONFIG["vision_config"], **CONFIG["text_config"]}
+    with pytest.raises(MappingError, match="hidden"):
+        list(enumerate_tensors(FAMILY, ModelDescription(joined)))
 
 
 def test_keys_and_heads_of_nested_configurations_are_identified_by_their_paths() -> None:

@@ -26,8 +26,16 @@ OTHER_DTYPE = {**MAPPING.sources, "a": TensorSpec((2, 3), "bfloat16")}
         (with_items(MAPPING, FIRST, OUTSIDE), "outside shape"),
         (structs.replace(MAPPING, sources=EXTRA), r"z: \[0:1\] is not read"),
         (structs.replace(MAPPING, sources=OTHER_DTYPE), "c: is float32, its source a is bfloat16, no cast is declared"),
+        (with_items(MAPPING, FIRST, structs.replace(SECOND, cast="bfloat16")), "the declared cast gives bfloat16"),
+        (structs.replace(MAPPING, sources={"b": MAPPING.sources["b"]}), "a: is read and not a tensor of the source"),
+        (structs.replace(MAPPING, targets={}), "c: is written and not a tensor of the target space"),
+        (with_items(MAPPING, FIRST, structs.replace(SECOND, axes=(0, 0))), r"axes \[0, 0\] do not permute"),
+        (with_items(MAPPING, FIRST, structs.replace(SECOND, axes=(1, 0))), r"does not have the shape of b"),
     ],
-    ids=["a gap", "two writers", "a box outside its tensor", "a source that nothing reads", "another dtype"],
+    ids=[
+        *("a gap", "two writers", "a box outside its tensor", "a source that nothing reads", "another dtype"),
+        *("another cast", "an unknown source", "an unknown target", "an axis twice", "other axes"),
+    ],
 )
 def test_a_mapping_that_would_change_a_number_is_refused_and_its_fault_named(
     mapping: TensorMapping, fault: str

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from paddleformers_fc.errors import FormatError, MappingError
 from paddleformers_fc.mapping import Rule, RuleSet, TensorMapping, TensorSpec, Tie, prove
-from paddleformers_fc.mapping.boxes import whole
+from paddleformers_fc.mapping.boxes import MAX_AXES, MAX_LENGTH, whole
 from paddleformers_fc.mapping.rules import Slab, decode_rules, encode_rules
 from tests.harness.sampling import thorough
 from tests.mapping.numbers import moved, numbered
@@ -28,24 +28,71 @@ def test_rules_without_shared_sources_have_the_bytes_of_earlier_versions() -> No
     assert rules.digest == "22b85300860f19c68cdd6e219dc7227e"
 
 
+def test_a_list_of_parts_is_not_parts_of_one_tensor() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"sources": "ab", "targets": ["t"], "parts": ((8, ()), 4), "axis": 0, "axes": [0]}, Rule)
+
+
 @pytest.mark.parametrize(
-    ("parts", "blocks", "message"),
+    ("rule", "message"),
     [
-        (((8, ()), 4), 1, "invalid"),
-        (((), 12), 1, "invalid rule"),
-        (((8, 4),), 3, "cannot be interleaved in 3 equal groups"),
-        (((6, 2), 4), 4, "cannot be interleaved in 4 equal groups"),
-        ((8, 8), 1, "length 12 on axis 0, the parts sum to 16"),
+        (Rule(("a", "b"), ("t",), ((), 12), 0, (0,)), "invalid rule: 2 sources, 1 targets"),
+        (Rule((), ("t",), (12,), 0, (0,)), "invalid rule: 0 sources, 1 targets"),
+        (Rule(("a", "b"), ("t",), (13, -1), 0, (0,)), "invalid rule: 2 sources, 1 targets"),
+        (Rule(("a",), ("t",), (12,), 1, (0,)), "invalid order of axes [0] with parts along axis 1"),
+        (Rule(("a",), ("t",), (12,), 0, (1,)), "invalid order of axes [1] with parts along axis 0"),
+        (Rule(("a",), ("t",), (12,), 0, (0, 1)), "t has 1 axes, the rule is for 2"),
+        (Rule(("a", "b"), ("t",), (4, 4, 4), 0, (0,)), "2 sources for 3 parts"),
+        (Rule(("a", "b"), ("t",), (6, 6), 0, (0,), source_blocks=2), "2 sources cannot be interleaved in 2 groups"),
+        (Rule(("a",), ("t",), ((8, 4),), 0, (0,), source_blocks=3), "cannot be interleaved in 3 equal groups"),
+        (Rule(("a",), ("t",), (8, 4), 0, (0,), source_blocks=0), "cannot be interleaved in 0 equal groups"),
+        (Rule(("a", "b"), ("t",), ((6, 2), 4), 0, (0,), source_blocks=4), "cannot be interleaved in 4 equal groups"),
+        (Rule(("a", "b"), ("t",), (8, 8), 0, (0,)), "length 12 on axis 0, the parts sum to 16"),
+        (Rule(("a",), ("t", "u"), (6, 6), 0, (0,)), "u: the target of the rule is not a tensor of the model"),
     ],
 )
-def test_parts_that_a_source_cannot_hold_are_refused(parts: Any, blocks: int, message: str) -> None:
-    names = tuple(f"s{n}" for n in range(len(parts)))
-    if message == "invalid":
-        with pytest.raises(msgspec.ValidationError):
-            msgspec.convert({"sources": names, "targets": ["t"], "parts": parts, "axis": 0, "axes": [0]}, Rule)
-        return
+def test_a_rule_that_does_not_match_its_tensors_is_refused(rule: Rule, message: str) -> None:
     with pytest.raises(MappingError) as caught:
-        rule_set(Rule(names, ("t",), parts, 0, (0,), source_blocks=blocks), t=(12,)).mapping()
+        rule_set(rule, t=(12,)).mapping()
+    assert any(message in line for line in caught.value.evidence)
+
+
+def test_more_stretches_than_the_bound_are_refused_in_one_rule_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddleformers_fc.mapping.rules.MAX_STRETCHES", 4)
+    halves = [Rule((f"{name}0", f"{name}1"), (name,), (6, 6), 0, (0,)) for name in "tuv"]
+    shapes = dict.fromkeys("tuv", (12,))
+    rule_set(*halves[:2], **shapes).mapping()
+    with pytest.raises(MappingError, match="v: more than 4 stretches up to this rule"):
+        rule_set(*halves, **shapes).mapping()
+    with pytest.raises(MappingError, match="1 and 1 groups are more than 4 stretches"):
+        rule_set(Rule(("a", "b", "c"), ("t",), (4, 4, 4), 0, (0,)), t=(12,)).mapping()
+
+
+SHAPED = rule_set(most=(1,) * MAX_AXES, longest=(MAX_LENGTH, 2), none=(0,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"targets": {"t": TensorSpec((1,) * (MAX_AXES + 1), "float32")}}, "t: invalid shape"),
+        ({"targets": {"t": TensorSpec((MAX_LENGTH + 1,), "float32")}}, "t: invalid shape"),
+        ({"targets": {"t": TensorSpec((-1,), "float32")}}, "t: invalid shape"),
+        ({"cuts": {"absent": (1,)}}, "absent: invalid cuts"),
+        ({"cuts": {"longest": (1,)}}, "longest: invalid cuts"),
+        ({"cuts": {"longest": (0, 1)}}, "longest: invalid cuts"),
+        ({"cuts": {"longest": (1, MAX_LENGTH + 1)}}, "longest: invalid cuts"),
+        ({"ties": (Tie("longest", "most"),)}, "most: is tied to longest, which differs in shape or dtype"),
+        ({"ties": (Tie("most", "most"),)}, "most: is tied to most, which differs in shape or dtype"),
+        ({"ties": (Tie("gone", "absent"),)}, "gone: is tied and not a tensor of the model"),
+        ({"fresh": ("absent",)}, "absent: is declared uninitialised and not a tensor of the model"),
+    ],
+)
+def test_stored_rules_with_tensors_that_no_model_has_are_refused(changes: dict[str, Any], message: str) -> None:
+    targets = {**SHAPED.targets, "same": SHAPED.targets["longest"]}
+    stored = structs.replace(SHAPED, targets=targets, cuts={"longest": (MAX_LENGTH, 1)}, ties=(Tie("longest", "same"),))
+    assert decode_rules(encode_rules(stored), "here") == stored
+    with pytest.raises(FormatError) as caught:
+        decode_rules(encode_rules(structs.replace(stored, **changes)), "here")
     assert any(message in line for line in caught.value.evidence)
 
 

@@ -39,7 +39,15 @@ def test_a_url_is_remote_and_loses_its_last_slash(text: str, url: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["s3://", "memory:///", "file://other/data", "simplecache::s3://b/c", "zip://a::s3://b", "https://h/d?token=x"],
+    [
+        "s3://",
+        "memory:///",
+        "file://other/data",
+        "file://localhost",
+        "simplecache::s3://b/c",
+        "zip://a::s3://b",
+        "https://h/d?token=x",
+    ],
 )
 def test_a_url_that_cannot_be_a_directory_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match="cannot be used as a directory"):
@@ -55,6 +63,7 @@ def test_a_remote_path_is_taken_apart_and_put_together_as_a_local_one() -> None:
     assert parse_step(path.parent.parent) == 3
     assert path.parent.parent.with_name("checkpoint-4").url == "s3://bucket/run/checkpoint-4"
     assert parse_path(path) is path
+    assert path / PurePosixPath() == path
 
 
 def test_the_top_of_a_store_is_its_own_parent() -> None:

@@ -56,6 +56,7 @@ def test_containers_and_numbers_are_what_they_were(tmp_path: Path, protocol: int
     }
     assert described(tmp_path / "x", value, protocol) == value
     assert described(tmp_path / "x", collections.OrderedDict(a=1), protocol) == {"a": 1}
+    assert described(tmp_path / "x", slice(2, 5), protocol) == (2, 5)
 
 
 @pytest.mark.parametrize("protocol", [3, 4])
@@ -71,6 +72,8 @@ def test_arrays_are_located_and_not_read(tmp_path: Path, protocol: int) -> None:
         again = np.frombuffer(raw[one.begin : one.begin + one.length], f"<{one.code}").reshape(one.shape)
         assert (again.dtype, again.shape, again.tobytes()) == (array.dtype, array.shape, array.tobytes())
     numbers = [np.float32(2.5), np.int64(-3), np.uint16(65_535), np.bool_(False)]
+    with pytest.raises(FormatError, match="column by column"):
+        described(tmp_path / "x", np.zeros((2, 3), order="F"), protocol)
     found = described(tmp_path / "x", numbers, protocol)
     assert found == [2.5, -3, 65_535, False]
     assert [type(one) for one in found] == [float, int, int, bool]
@@ -255,9 +258,46 @@ def test_a_state_of_many_instances_is_not_visited_for_each(tmp_path: Path) -> No
     assert next(calls) < 10 * len(raw)
 
 
-def test_instructions_beyond_the_bound_are_not_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickles, "MAX_PROGRAM_BYTES", 1000)
-    refused(tmp_path / "x", b"\x80\x04](" + b"N" * 2000 + b"e.", "more than 1000 bytes of instructions")
+def named(length: int) -> bytes:
+    """A class with a name of this many bytes, and the line feed that ends it."""
+    return b"\x80\x03c" + b"a" * length + b"\nb\n."
+
+
+def with_axes(count: int) -> bytes:
+    """An array of one element with this many axes."""
+    raw = pickle.dumps(np.zeros((1, 1, 1), "f4"), 3)
+    return raw.replace(b"K\x01K\x01K\x01\x87", b"(" + b"K\x01" * count + b"t")
+
+
+def shared(times: int) -> bytes:
+    """A list of 20 elements that a tuple contains this many times and once more: 22 + 21 times parts."""
+    return b"\x80\x04(](" + b"N" * 20 + b"e\x94" + b"h\x00" * times + b"t."
+
+
+def instructions(length: int) -> bytes:
+    """A list whose instructions have this many bytes before the last one, which ends the pickle."""
+    return b"\x80\x04](" + b"N" * (length - 5) + b"e."
+
+
+@pytest.mark.parametrize(
+    ("within", "beyond", "message"),
+    [
+        (named(256), named(257), "a name that does not end within 256 bytes"),
+        (pickle.dumps("x" * 65_536, 4), pickle.dumps("x" * 65_537, 4), "a text of 65537 bytes"),
+        (pickle.dumps(2**127, 4), pickle.dumps(2**128, 4), "an integer of more than 16 bytes"),
+        (with_axes(32), with_axes(33), "an array with an invalid shape"),
+        (shared(42), shared(43), SHARED),
+        (instructions(70_000), instructions(70_001), "more than 70000 bytes of instructions"),
+    ],
+    ids=["name", "text", "integer", "axes", "parts", "instructions"],
+)
+def test_a_pickle_beyond_a_bound_is_refused_and_one_that_reaches_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: bytes, beyond: bytes, message: str
+) -> None:
+    monkeypatch.setattr(pickles, "MAX_PROGRAM_BYTES", 70_000)
+    read_pickle(written(tmp_path / "x", within), any_class=True)
+    with pytest.raises(FormatError, match=message):
+        read_pickle(written(tmp_path / "x", beyond), any_class=True)
 
 
 @pytest.mark.parametrize("length", [5, 2**62, 2**64 - 1])

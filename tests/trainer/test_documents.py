@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pprint
 import shutil
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ from paddleformers_fc.errors import FormatError, MismatchError
 from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.storage.state_json import decode_object, encode, readable
 from paddleformers_fc.trainer.documents import TokenizerFiles, check_alike, read_progress, tokenizer_files
-from paddleformers_fc.trainer.rank_records import RECORDS, read_records, update_record
+from paddleformers_fc.trainer.rank_records import RECORDS, begin_record, read_records, update_record
 from tests.cli.support import save
 from tests.execute.simulated import canonical
 from tests.harness.sampling import thorough
@@ -218,12 +220,13 @@ def test_a_rank_record_lost_to_a_full_disk_is_rewritten_completely(
     directory = tmp_path / "records"
     directory.mkdir()
     monkeypatch.setenv(RECORDS, str(directory))
-    update_record(process=7)
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    begin_record()
     (path,) = directory.iterdir()
     path.write_bytes(b"")
     assert [record.process for record in read_records(directory)] == [None]
     update_record(step=3)
-    assert [(record.process, record.step) for record in read_records(directory)] == [(7, 3)]
+    assert [(record.process, record.step) for record in read_records(directory)] == [(os.getpid(), 3)]
     shutil.rmtree(directory)
     update_record(step=4)
-    assert [(record.process, record.step) for record in read_records(directory)] == [(7, 4)]
+    assert [(record.process, record.step) for record in read_records(directory)] == [(os.getpid(), 4)]

@@ -246,16 +246,18 @@ def test_states_that_a_checkpoint_would_not_contain_or_not_replace_are_refused(t
 
         def step(self) -> None:
             super().step()
-            self.norms = [paddle.ones([3])]
+            self.norms: list[Any] = [paddle.ones([3])]
+            self.norms.append(self.norms)
             self.by_size = {4: self._parameter_list}
 
         def state_dict(self) -> dict[str, Any]:
             return dict(super().state_dict())
 
-    def trained(kind: Any = paddle.optimizer.AdamW, steps: int = 1) -> tuple[Any, Any]:
+    def trained(kind: Any = paddle.optimizer.AdamW, steps: int = 1, grouped: bool = False) -> tuple[Any, Any]:
         with paddle.utils.unique_name.guard():
             model = paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 2))
-            optimizer = kind(parameters=model.parameters(), learning_rate=paddle.optimizer.lr.StepDecay(0.1, 2))
+            parameters = [{"params": layer.parameters()} for layer in model] if grouped else model.parameters()
+            optimizer = kind(parameters=parameters, learning_rate=paddle.optimizer.lr.StepDecay(0.1, 2))
             for _ in range(steps):
                 step(model, optimizer)
         return model, optimizer
@@ -287,6 +289,8 @@ def test_states_that_a_checkpoint_would_not_contain_or_not_replace_are_refused(t
     refused("average", save, other, *trained(Averaged))
     refused("state: [4, 2]", save, other, *trained(Kept))
     save(other, *trained(Looked))
+    load(other, *trained(grouped=True))
+    save(tmp_path / "grouped/checkpoint-1", *trained(grouped=True))
 
     states = trained()[1].state_dict()
     model, optimizer = trained(steps=0)

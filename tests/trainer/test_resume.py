@@ -184,6 +184,9 @@ def test_an_interrupted_replacement_is_finished_on_the_disk_that_has_it(tmp_path
     shutil.rmtree(outputs[0] / "checkpoint-9")
     assert together(outputs, 9) == ""
     assert [path.name for path in outputs[1].iterdir()] == ["checkpoint-9"]
+    # Also where all ranks share the disk, and see the older checkpoint under its hidden name.
+    (outputs[1] / "checkpoint-9").rename(outputs[1] / ASIDE)
+    assert [choice.path for choice in opened(outputs[1:])[0]] == [outputs[1] / "checkpoint-9"] * 2
 
 
 def named(given: list[Path]) -> list[Any]:
