@@ -13,7 +13,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 # Longer numbers are not indices. The limit also keeps them within what Python converts to an int.
 _INDEX = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,17})(?=\.)")
 _HOLE = "\0"
-LONGEST_SHOWN = 1_000
+LONGEST_SHOWN = 800
 """Maximum length of a line of text output, in characters."""
 
 

@@ -400,7 +400,7 @@ def export(
     from paddleformers_fc.cli import exporting
     from paddleformers_fc.trainer.options import parse_size
 
-    source, target = _opened(checkpoint), _target(directory, "An export")
+    source, target = _named(checkpoint), _target(directory, "An export")
     with progress.working(f"exporting {source}"):
         found = exporting.export(
             source,
