@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -68,12 +69,13 @@ FAMILY = Family(
 
 
 def test_what_is_no_family_or_belongs_to_another_cannot_be_registered() -> None:
-    for given, fault in (
+    wrong: list[tuple[tuple[Any, ...], str]] = [
         (("llama",), "family='llama'"),
         ((OURS, ["hidden_size"], {}), r"config=\['hidden_size'\]"),
         ((OURS, {}, 3), "header=3"),
-        ((OURS, {}, {"model.norm.weight": 8}), r"header={'model.norm.weight': 8}"),
-    ):
+        ((OURS, {}, {"model.norm.weight": 8}), "header={'model.norm.weight': 8}"),
+    ]
+    for given, fault in wrong:
         with pytest.raises(OptionError, match=f"Invalid argument: {fault}"):
             register(*given)
     with pytest.raises(OptionError, match="of model_type 'qwen2', and the family of 'ours'"):
