@@ -304,6 +304,26 @@ def test_a_file_that_is_no_record_of_checksums_is_refused(weights: Path, raw: by
     assert "Delete this file" in load(weights).error(FormatError).next_step
 
 
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"path": "../config.json"}, "is not a plain relative path"),
+        ({"size": -1, "blocks": []}, "has the size -1"),
+        ({"digest": "0" * 31}, "has a malformed checksum"),
+        ({"block_bytes": 0}, "has 1 block checksums for"),
+        ({"blocks": []}, "has 0 block checksums for"),
+        ({"blocks": ["0" * 17]}, "has a malformed block checksum"),
+    ],
+)
+def test_an_entry_that_no_file_has_is_refused(weights: Path, changes: dict[str, Any], fault: str) -> None:
+    document = json.loads((weights / CHECKSUMS_NAME).read_bytes())
+    document["files"][0] |= changes
+    document["seal"] = xxhash.xxh3_128_hexdigest(msgspec.json.encode(document["files"]))
+    (weights / CHECKSUMS_NAME).write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(FormatError, match=fault):
+        read_checksums(weights)
+
+
 def test_ranks_that_see_different_checksums_are_refused(exported: Path, tmp_path: Path) -> None:
     places = [Path(shutil.copytree(exported, tmp_path / str(rank) / "hf")) for rank in range(2)]
     (places[1] / CHECKSUMS_NAME).unlink()
