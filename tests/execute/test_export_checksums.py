@@ -17,13 +17,14 @@ import xxhash
 from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
-from paddleformers_fc.errors import Corrupt, FlexError, FormatError, PeerError, StorageError
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError, OptionError, PeerError, StorageError
 from paddleformers_fc.execute import export_files
 from paddleformers_fc.execute.digest import PieceBatch
-from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.execute.export import export_checkpoint, export_opened
 from paddleformers_fc.execute.live_export import save_weights
 from paddleformers_fc.execute.save import config_bytes
 from paddleformers_fc.formats.huggingface import open_huggingface
+from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, read_checksums
 from tests.cli.support import alter
@@ -183,6 +184,12 @@ def test_an_export_over_an_older_one_replaces_its_checksums(tmp_path: Path, in_p
     assert {*(read_checksums(target) or {})} == {"config.json", "model.safetensors", *TOKENIZER}
     assert not (target / "trainer").exists()
     open_huggingface(target, "full")
+    for place, options, what in (
+        (tmp_path / "checkpoint-3", {}, "The target of the export is a finished checkpoint"),
+        (target, {"base": open_huggingface(target)}, "a complete model, not adapters to merge into a base"),
+    ):
+        with pytest.raises(OptionError, match=what):
+            export_opened(open_checkpoint(tmp_path / "checkpoint-4"), place, **options)
 
 
 # ---- What a load refuses.
