@@ -256,11 +256,6 @@ def test_an_export_or_a_conversion_onto_a_file_says_that_it_is_one(saved: Path, 
     assert (tmp_path / "note").read_text() == "kept"
 
 
-def test_a_plan_of_too_many_ranks_is_refused_at_once(saved: Path) -> None:
-    with pytest.raises(OptionError, match="too many ranks: 100000000"):
-        paddleformers_fc.open(saved / "four").plan("dp=100000000")
-
-
 def test_a_checkpoint_describes_itself_in_a_line_and_in_a_table(tmp_path: Path) -> None:
     checkpoint = paddleformers_fc.open(save(tmp_path / "out/<b>", canonical()))
     facts = checkpoint.metadata

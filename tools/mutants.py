@@ -116,6 +116,7 @@ class TestsByLine:
     def __init__(self, places: dict[str, Path]) -> None:
         self._seconds: dict[str, float] = {}
         self._lines: dict[str, dict[int, set[str]]] = {}
+        self._outside: dict[str, set[int]] = {}
         for file, place in ((file, place) for file, place in places.items() if (place / "data").exists()):
             for case in ElementTree.parse(place / "seconds.xml").iter("testcase"):
                 for name in (file, f"{file}::{case.attrib['name'].partition('[')[0]}"):
@@ -136,14 +137,36 @@ class TestsByLine:
     def tests_of(self, mutant: Mutant) -> tuple[list[str], float]:
         """Return tests that execute the mutant's line, at least one if there is any, and their seconds.
 
-        Lines that run at import are executed by every test, so tests that execute more of the file go first.
+        Tests that execute more of the file in less time go first. Every test file executes the lines outside of
+        functions, so their test functions are candidates one by one, those of the mutant's package before the others.
         """
         lines = self._lines.get(mutant.file, {})
         executed = Counter(name for names in lines.values() for name in names)
-        names = sorted(lines.get(mutant.line, ()), key=lambda name: (self._seconds[name] / executed[name], name))
+        candidates = lines.get(mutant.line, set())
+        if mutant.line in self._lines_outside_functions(mutant.file):
+            candidates = {name for file in candidates for name in self._functions_of(file.partition("::")[0])}
+        package = str(Path("tests", *Path(mutant.file).parts[1:2])) + os.sep
+
+        def order(name: str) -> tuple[bool, float, str]:
+            is_near = name in executed or name.startswith(package)
+            return not is_near, self._seconds[name] / max(1, executed[name]), name
+
+        names = sorted(candidates, key=order)
         sums = list(accumulate(self._seconds[name] for name in names))
         count = max(1, sum(seconds <= BUDGET for seconds in sums))
         return names[:count], sums[min(count, len(sums)) - 1] if sums else 0.0
+
+    def _functions_of(self, file: str) -> list[str]:
+        return [name for name in self._seconds if name.startswith(f"{file}::")]
+
+    def _lines_outside_functions(self, file: str) -> set[int]:
+        """Return the lines that an import executes; a lambda is on such a line."""
+        if file not in self._outside:
+            tree = ast.parse((ROOT / file).read_bytes())
+            bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+            inside = {line for body in bodies for line in range(body[0].lineno, body[-1].end_lineno + 1)}
+            self._outside[file] = set(range(1, tree.body[-1].end_lineno + 1)) - inside
+        return self._outside[file]
 
 
 def judge(mutant: Mutant, tests: list[str], seconds: float, tree: Path) -> str:

@@ -92,6 +92,7 @@ def test_json_is_read_within_the_documented_bounds() -> None:
     observe("json", document=MAX_DOCUMENT_BYTES >> 20, depth=MAX_DEPTH, digits=MAX_DIGITS)
     for depth in (MAX_DEPTH - 1, MAX_DEPTH):
         assert parse_json(b"[" * depth + b"]" * depth) is not None
+    assert parse_json(b"9" * MAX_DIGITS) == int("9" * MAX_DIGITS)
     deep, long = b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), b"9" * (MAX_DIGITS + 1)
     twice, wide = b'{"a": 1, "b": {"c": 2, "c": 2}}', "{}".encode("utf-16")
     for raw in (deep, long, twice, wide, b"\xef\xbb\xbf{}", b'"\xff"', b"{} {}", b""):

@@ -21,7 +21,15 @@ from paddleformers_fc.distributed.channel import (
     job_channel,
     run_on_all,
 )
-from paddleformers_fc.errors import FlexError, PeerError, StorageError
+from paddleformers_fc.errors import (
+    CheckpointError,
+    Corrupt,
+    FlexError,
+    FormatError,
+    OptionError,
+    PeerError,
+    StorageError,
+)
 from paddleformers_fc.storage.files import refused
 from tests.cli.test_main import python
 from tests.execute.simulated import ThreadChannel, job, succeed
@@ -43,7 +51,11 @@ READ_ONLY = OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 def failing(*refusals: tuple[str, str, OSError, int]) -> FlexError:
     """What every rank raises where each was refused something: to do what, where, why, and at which byte."""
-    errors = [refused(action, Path(path), error, offset=byte) for action, path, error, byte in refusals]
+    return merged(*(refused(action, Path(path), error, offset=byte) for action, path, error, byte in refusals))
+
+
+def merged(*errors: FlexError) -> FlexError:
+    """What every rank raises where each has an error."""
 
     def work(channel: Any) -> None:
         def fail() -> None:
@@ -75,6 +87,18 @@ def test_a_next_step_that_ranks_share_is_reported_once_and_others_stay_with_thei
     assert error.render().count("Free space on this file system") == 1
     text = failing(("write", "/run/a", FULL, 0), ("write", "/run/b", READ_ONLY, 0)).render()
     assert text.count("Free space on this file system") == text.count("mounted read-only") == 1
+
+
+@pytest.mark.parametrize(
+    ("kinds", "common"),
+    [((Corrupt, Corrupt), Corrupt), ((Corrupt, FormatError), CheckpointError), ((Corrupt, OptionError), PeerError)],
+)
+def test_errors_of_several_ranks_are_raised_as_their_common_class(
+    kinds: tuple[type[FlexError], ...], common: type[FlexError]
+) -> None:
+    error = merged(*(kind(f"Fault {number}.") for number, kind in enumerate(kinds)))
+    assert type(error) is common
+    assert error.evidence == ("rank 0: Fault 0.", "rank 1: Fault 1.")
 
 
 def test_an_error_of_another_library_travels_with_what_was_being_done() -> None:

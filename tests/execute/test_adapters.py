@@ -93,3 +93,15 @@ def test_a_quantized_base_is_refused(tied: OpenedCheckpoint, tmp_path: Path) -> 
     with pytest.raises(MismatchError, match="quantized base") as refused:
         export_opened(tied, tmp_path / "merged", base=open_huggingface(tmp_path / "base"))
     assert f"{name}: float8_e4m3fn" in refused.value.render()
+
+
+def test_a_base_with_other_tensors_than_that_of_the_training_is_refused(tied: OpenedCheckpoint, tmp_path: Path) -> None:
+    base, name = base_of(tmp_path), "model.layers.0.self_attn.q_proj.weight"
+    (tmp_path / "base").mkdir()
+    kept = {one: array for one, array in base.items() if one != EMBEDDING}
+    save_file({**kept, name: base[name][:-1]}, tmp_path / "base/model.safetensors")
+    with pytest.raises(MismatchError, match="The adapters do not match the base") as refused:
+        export_opened(tied, tmp_path / "merged", base=open_huggingface(tmp_path / "base"))
+    rows, columns = base[name].shape
+    assert f"{name}: [{rows - 1}, {columns}], expected [{rows}, {columns}]" in refused.value.evidence
+    assert f"{EMBEDDING}: missing, expected {list(base[EMBEDDING].shape)}" in refused.value.evidence

@@ -17,12 +17,14 @@ import xxhash
 from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
-from paddleformers_fc.errors import Corrupt, FlexError, FormatError, PeerError, StorageError
+from paddleformers_fc.errors import Corrupt, FlexError, FormatError, OptionError, PeerError, StorageError
 from paddleformers_fc.execute import export_files
 from paddleformers_fc.execute.digest import PieceBatch
-from paddleformers_fc.execute.export import export_checkpoint
+from paddleformers_fc.execute.export import export_checkpoint, export_opened
 from paddleformers_fc.execute.live_export import save_weights
 from paddleformers_fc.execute.save import config_bytes
+from paddleformers_fc.formats.huggingface import open_huggingface
+from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.storage.checksum import BlockHasher
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME, read_checksums
 from tests.cli.support import alter
@@ -174,6 +176,17 @@ def test_an_export_ends_if_a_piece_that_a_later_one_is_hashed_after_cannot_be_re
     assert set(threading.enumerate()) <= threads
 
 
+def test_a_checkpoint_is_no_target_of_an_export_and_a_complete_model_has_no_base(tmp_path: Path) -> None:
+    checkpoint, target = save(tmp_path / "checkpoint-3"), tmp_path / "hf"
+    export_checkpoint(checkpoint, target)
+    for place, options, what in (
+        (checkpoint, {}, "The target of the export is a finished checkpoint"),
+        (target, {"base": open_huggingface(target)}, "a complete model, not adapters to merge into a base"),
+    ):
+        with pytest.raises(OptionError, match=what):
+            export_opened(open_checkpoint(checkpoint), place, **options)
+
+
 # ---- What a load refuses.
 
 
@@ -272,6 +285,26 @@ def test_checksums_of_version_1_are_compared_by_their_blocks(weights: Path) -> N
 def test_a_file_that_is_no_record_of_checksums_is_refused(weights: Path, raw: bytes) -> None:
     (weights / CHECKSUMS_NAME).write_bytes(raw)
     assert "Delete this file" in load(weights).error(FormatError).next_step
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"path": "../config.json"}, "is not a plain relative path"),
+        ({"size": -1, "blocks": []}, "has the size -1"),
+        ({"digest": "0" * 31}, "has a malformed checksum"),
+        ({"block_bytes": 0}, "has 1 block checksums for"),
+        ({"blocks": []}, "has 0 block checksums for"),
+        ({"blocks": ["0" * 17]}, "has a malformed block checksum"),
+    ],
+)
+def test_an_entry_that_no_file_has_is_refused(weights: Path, changes: dict[str, Any], fault: str) -> None:
+    document = json.loads((weights / CHECKSUMS_NAME).read_bytes())
+    document["files"][0] |= changes
+    document["seal"] = xxhash.xxh3_128_hexdigest(msgspec.json.encode(document["files"]))
+    (weights / CHECKSUMS_NAME).write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(FormatError, match=fault):
+        read_checksums(weights)
 
 
 def test_ranks_that_see_different_checksums_are_refused(exported: Path, tmp_path: Path) -> None:

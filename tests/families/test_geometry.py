@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -79,6 +80,23 @@ def test_a_tensor_that_the_configuration_does_not_have_is_refused_with_the_numbe
     family = BY_NAME[name]
     with pytest.raises(MappingError, match=message):
         bind(family, model_of(settings(family, **changes)), [ModelTensor(tensor, shape, "float32", (1,) * len(shape))])
+
+
+def test_more_tensors_or_experts_than_the_bound_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = BY_NAME["qwen3_moe"]
+    config = settings(family, num_hidden_layers=2, num_experts=4, is_fleet=True, moe_expert_fusion=True)
+    stacks = [one for one in tensors(family, config) if "grouped_gemm_experts" in one.name]
+    modules = {name: import_module(f"paddleformers_fc.families.{name}") for name in ("enumerate", "bind")}
+    monkeypatch.setattr(modules["enumerate"], "MAX_TENSORS", 2)
+    monkeypatch.setattr(modules["bind"], "MAX_EXPERTS", 4)
+    assert stacks[0] in tensors(family, config)
+    bind(family, model_of(config), stacks)
+    monkeypatch.setattr(modules["enumerate"], "MAX_TENSORS", 1)
+    with pytest.raises(MappingError, match="2 tensors of one kind exceed the maximum of 1"):
+        tensors(family, config)
+    monkeypatch.setattr(modules["bind"], "MAX_EXPERTS", 3)
+    with pytest.raises(MappingError, match="does not contain 4 experts"):
+        bind(family, model_of(config), stacks)
 
 
 def test_heads_that_ranks_cannot_share_are_refused_with_the_numbers() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, strategies as st
 
+from paddleformers_fc.errors import MappingError
 from paddleformers_fc.mapping.boxes import Box, BoxFinder, cover_faults, whole
 from tests.harness.sampling import thorough
 from tests.mapping.numbers import slices
@@ -27,6 +29,20 @@ def test_boxes_tile_exactly_when_every_element_is_counted_once(case: tuple[int, 
     for box in found:
         count[slices(box)] += 1
     assert (not cover_faults(outer, found)) == bool((count == 1).all())
+
+
+def test_the_faults_of_a_tensor_and_the_work_to_find_them_are_bounded() -> None:
+    gaps = [Box((2 * i,), (2 * i + 1,)) for i in range(100)]
+    assert [fault.where.lo for fault in cover_faults(whole((200,)), gaps)] == [(2 * i + 1,) for i in range(64)]
+
+    def crossed(count: int) -> list[Box]:
+        """As many rows as columns next to them: work that is quadratic in their number."""
+        rows = [Box((0, i), (count, i + 1)) for i in range(count)]
+        return [*rows, *(Box((i, count), (i + 1, 2 * count)) for i in range(count))]
+
+    assert not cover_faults(whole((100, 200)), crossed(100))
+    with pytest.raises(MappingError, match="The 600 boxes of a tensor overlap in more ways than in any layout"):
+        cover_faults(whole((300, 600)), crossed(300))
 
 
 @thorough(200)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
+from paddleformers_fc.errors import FormatError
 from paddleformers_fc.mapping.boxes import Box
 from paddleformers_fc.plan.block_owners import MAX_SHARING_RANKS, BlockReads, RecordedBlocks, byte_runs
 from paddleformers_fc.plan.items import StoredPart
@@ -69,6 +70,11 @@ def blocks_read(parts: list[StoredPart], lengths: dict[str, int]) -> dict[str, l
     """The blocks that a rank alone compares, of files of one size."""
     blocks = recorded(dict.fromkeys(lengths, 2000), lengths)
     return blocks.owned([blocks.reads(parts, "")], 0)
+
+
+def test_a_file_without_checksums_next_to_files_that_have_them_is_refused() -> None:
+    with pytest.raises(FormatError, match="b has no recorded checksums"):
+        recorded({"a": 200}).reads([run("a", 0, 200), run("b", 0, 200)], "")
 
 
 @thorough(400)

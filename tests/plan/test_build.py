@@ -72,10 +72,12 @@ def reported(report: Report) -> dict[str, set[str]]:
 
 
 def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
-    rules = as_stored(*(f"layers.{i}.w" for i in range(4)))
+    rules = as_stored("other", *(f"layers.{i}.w" for i in range(4)))
     shapes = {"layers.0.w": (4, np.float32), "layers.1.w": (6, np.float32), "layers.2.w": (4, np.float16)}
+    shapes["other"] = (4, np.float32)
     arrays = {name: np.zeros((rows, 2), dtype) for name, (rows, dtype) in shapes.items()}
-    plan = plan_of(stored(tmp_path, arrays, 1), rules, *(full(name, 4, 2) for name in rules.targets))
+    wanted = {**{name: full(name, 4, 2) for name in rules.targets}, "other": full("other", 5, 2)}
+    plan = plan_of(stored(tmp_path, arrays, 1), rules, *wanted.values())
     with pytest.raises(MismatchError) as caught:
         plan.report.raise_error("here")
     text = str(caught.value)
@@ -83,6 +85,7 @@ def test_everything_that_does_not_fit_is_in_one_report(tmp_path: Path) -> None:
     assert "layers.3.w" in text
     assert "layers.1.w: stored [6, 2], expected [4, 2]" in text
     assert "layers.2.w: stored float16, expected float32" in text
+    assert "other: mapped [4, 2], expected [5, 2]" in text
 
 
 def test_a_tensor_that_nothing_is_mapped_to_is_missing(tmp_path: Path) -> None:
@@ -348,8 +351,16 @@ def test_numbers_that_are_kept_once_per_parameter_do_not_take_each_other_s_place
     suffix = ".beta1_pow_acc_0"
     files = [(Shard(name + suffix, "float32", (1,), one), "f", 4 * place, 4) for place, name in enumerate("qk")]
     tensors, _ = gather_shards(files)
-    wanted = {OPTIMIZER_STATE: {"qk" + suffix: Shard("qk" + suffix, "float32", (1,), one)}}
-    plan = plan_reads(ReadSource(Catalog(Path("here"), {OPTIMIZER_STATE: tensors}), mapping), wanted)
+
+    def plan_for(dtype: str, shape: Shape) -> LoadPlan:
+        wanted = {OPTIMIZER_STATE: {"qk" + suffix: Shard("qk" + suffix, dtype, shape, whole(shape))}}
+        return plan_reads(ReadSource(Catalog(Path("here"), {OPTIMIZER_STATE: tensors}), mapping), wanted)
+
+    plan = plan_for("float32", (1,))
     assert [item.stored.begin for item in plan.items] == [0]
     assert [(check.left.begin, check.right.begin) for check in plan.checks] == [(0, 4)]
     assert math.prod(plan.items[0].part.shape) == 1
+    assert reported(plan.report) == {}
+    name = f"qk{suffix}"
+    assert reported(plan_for("int64", (1,)).report) == {"dtype": {f"{name}: stored float32, expected int64"}}
+    assert reported(plan_for("float32", (1, 1)).report) == {"shape": {f"{name}: stored [1], expected [1, 1]"}}

@@ -242,6 +242,14 @@ def test_numbers_of_shards_are_planned_under_every_layout_that_cuts_tensors_alik
     assert not found.fresh
 
 
+def test_a_plan_of_too_many_ranks_is_refused_at_once() -> None:
+    checkpoint = checkpoint_of(llama("dp=1"))
+    assert plan_load(checkpoint, "dp=65536").model.grid.world_size == 65_536
+    for ranks in (65_537, 100_000_000):
+        with pytest.raises(OptionError, match=f"too many ranks: {ranks}"):
+            plan_load(checkpoint, f"dp={ranks}")
+
+
 def test_numbers_of_shards_are_refused_where_tensors_are_cut_in_another_way() -> None:
     with pytest.raises(MismatchError) as refused:
         plan_load(checkpoint_of(llama("tp=2"), MINI), "tp=1").plan()

@@ -258,6 +258,11 @@ def test_a_state_of_many_instances_is_not_visited_for_each(tmp_path: Path) -> No
     assert next(calls) < 10 * len(raw)
 
 
+def test_what_is_no_data_is_not_written() -> None:
+    with pytest.raises(FormatError, match="A set cannot be written as plain data"):
+        pickles.encode_pickle({"a": [{1}]})
+
+
 def named(length: int) -> bytes:
     """A class with a name of this many bytes, and the line feed that ends it."""
     return b"\x80\x03c" + b"a" * length + b"\nb\n."

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from paddleformers_fc.errors import Corrupt, NotACheckpoint, OptionError, StorageError
+from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError, StorageError
 from paddleformers_fc.storage import executor, files, remote, remote_writes
 from paddleformers_fc.storage.checksum import checksum_of
 from paddleformers_fc.storage.executor import ReadPool
@@ -109,6 +109,8 @@ def test_a_file_holds_no_names_and_a_directory_may_be_empty(memory: RemotePath) 
     fsspec.filesystem("memory").makedirs((memory / "empty").url)
     assert list_directory(memory / "a/b.json") == []
     assert (is_directory(memory / "empty"), list_directory(memory / "empty")) == (True, [])
+    with pytest.raises(FormatError, match="is not a regular file"):
+        read_file(memory / "empty")
 
 
 def test_a_range_arrives_and_nothing_else_is_requested(served: Served, data: RemotePath) -> None:

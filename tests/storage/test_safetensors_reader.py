@@ -20,7 +20,7 @@ from hypothesis import example, given, strategies as st
 from paddleformers_fc.errors import Corrupt, FormatError, StorageError
 from paddleformers_fc.storage import safetensors as ours
 from paddleformers_fc.storage.dtypes import CODES, from_safetensors, to_numpy, to_safetensors
-from paddleformers_fc.storage.safetensors import MAX_HEADER_BYTES, Header, TensorEntry, read_header
+from paddleformers_fc.storage.safetensors import MAX_HEADER_BYTES, Header, TensorEntry, layout_file, read_header
 from tests.harness.sampling import thorough
 from tests.storage.support import SPELLINGS, header_bytes, write_tensors
 
@@ -102,6 +102,7 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
         b"",
         "'t' has an invalid entry: .*`int`, got `float`",
     ),
+    "33 axes": ({"t": tensor("U8", [1] * 33, [0, 1])}, b"1", "'t' has 33 axes, and at most 32 are allowed"),
     "extent beyond 64 bits": ({"t": tensor(shape=[2**64, 0], offsets=[0, 0])}, b"", "'t' has a shape"),
     "size beyond 64 bits": ({"t": tensor(shape=[2**62, 4])}, b"1234", r"'t' .* more than 2\^64-1 bytes"),
     "zero hides overflow": ({"t": tensor(shape=[2**63, 4, 0], offsets=[0, 0])}, b"", r"more than 2\^64-1 bytes"),
@@ -127,7 +128,7 @@ MALFORMED: dict[str, tuple[Any, bytes, str]] = {
 }
 
 
-READ_BY_THE_LIBRARY = {"leading space", "unknown field", "key twice", "metadata key twice"}
+READ_BY_THE_LIBRARY = {"33 axes", "leading space", "unknown field", "key twice", "metadata key twice"}
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -163,23 +164,40 @@ def test_a_header_in_the_usual_spelling_takes_the_fast_path(tmp_path: Path, monk
 
 def test_the_well_formed_neighbour_of_the_malformed_headers_is_read(tmp_path: Path) -> None:
     document = {"__metadata__": {"a": "b"}, "t": tensor(offsets=[4, 8]), "s": tensor(), "e": tensor("I8", [0], [4, 4])}
+    document |= {"axes": tensor("U8", [1] * 32, [8, 9]), "extent": tensor("U8", [2**64 - 1, 0], [9, 9])}
     raw = header_bytes(json.dumps(document).encode() + b"  ")
-    (tmp_path / "x").write_bytes(raw + b"12345678")
+    (tmp_path / "x").write_bytes(raw + b"123456789")
     header = read_header(tmp_path / "x")
     begin = len(raw)
     assert list(header.tensors.items()) == [
         ("s", TensorEntry("F32", (1,), begin, begin + 4)),
         ("e", TensorEntry("I8", (0,), begin + 4, begin + 4)),
         ("t", TensorEntry("F32", (1,), begin + 4, begin + 8)),
+        ("axes", TensorEntry("U8", (1,) * 32, begin + 8, begin + 9)),
+        ("extent", TensorEntry("U8", (2**64 - 1, 0), begin + 9, begin + 9)),
     ]
 
 
-def test_a_header_longer_than_the_bound_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_a_header_longer_than_the_bound_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open(tmp_path / "x", "wb") as file:
         file.write(struct.pack("<Q", MAX_HEADER_BYTES + 1))
         file.truncate(MAX_HEADER_BYTES + 100)
     with pytest.raises(FormatError, match="100000001 bytes, and at most 100000000"):
         read_header(tmp_path / "x")
+    entries = [("a", "U8", (1,))]
+    header = layout_file(tmp_path / "y", entries, {}).header
+    (tmp_path / "y").write_bytes(header + b"1")
+    for bound in (len(header) - 8, len(header) - 9):
+        monkeypatch.setattr("paddleformers_fc.storage.safetensors.MAX_HEADER_BYTES", bound)
+        if bound == len(header) - 8:
+            assert read_header(tmp_path / "y").tensors.keys() == {"a"}
+            assert layout_file(tmp_path / "y", entries, {}).header == header
+            continue
+        for use in (lambda: read_header(tmp_path / "y"), lambda: layout_file(tmp_path / "y", entries, {})):
+            with pytest.raises(FormatError, match="bytes, and at most"):
+                use()
 
 
 def test_a_file_truncated_anywhere_is_corrupt(tmp_path: Path) -> None:

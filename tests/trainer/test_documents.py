@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from paddleformers_fc.errors import FormatError, MismatchError
 from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.storage.state_json import decode_object, encode, readable
+from paddleformers_fc.trainer import documents
 from paddleformers_fc.trainer.documents import TokenizerFiles, check_alike, read_progress, tokenizer_files
 from paddleformers_fc.trainer.rank_records import RECORDS, begin_record, read_records, update_record
 from tests.cli.support import save
@@ -60,6 +61,24 @@ def test_a_state_that_no_run_can_have_saved_is_refused(changed: dict[str, Any], 
     saved = {key: value for key, value in {**CURRENT, **changed}.items() if value is not None}
     with pytest.raises(FormatError, match=text):
         check_alike(saved, CURRENT, Path("scheduler.json"))
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({}, "invalid: global_step is missing"),
+        ({"global_step": -1}, "invalid: global_step: "),
+        ({"global_step": 3, "epoch": "1"}, "invalid: epoch: "),
+        ({"global_step": 3, "log_history": [1]}, "invalid: log_history: "),
+        ({"global_step": 3, "other": 1}, "unknown: other"),
+    ],
+)
+def test_a_trainer_state_of_another_version_is_refused(values: dict[str, Any], fault: str) -> None:
+    assert documents._trainer_state({"global_step": 0, "epoch": None}, Path("state.json")).global_step == 0
+    with pytest.raises(FormatError, match="another version of PaddleFormers") as caught:
+        documents._trainer_state(values, Path("state.json"))
+    (line,) = caught.value.evidence
+    assert line.startswith(fault)
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
