@@ -256,8 +256,10 @@ def test_the_best_checkpoint_is_one_of_output_dir_also_after_a_resume_from_the_l
 
 
 KILLS = {
+    "a local save begins": ([0], "mkdir", "local/.checkpoint-5.unfinished-", False, 4),
     "one rank writes locally": ([1], "write", "local/.checkpoint-5", False, 4),
     "the local name is next beside steps": ([0], "rename", "local/checkpoint-5", True, 4),
+    "an old local one is deleted": ([0], "unlink", "local/.checkpoint-2.removed-", False, 5),
     "output_dir is written": ([0, 1], "write", "out/.checkpoint-6", False, 5),
 }
 
