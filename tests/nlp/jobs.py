@@ -124,10 +124,10 @@ def train(
     """
     from paddlenlp.trainer import Trainer, TrainerCallback
 
-    from paddleformers_fc.nlp import FlexTrainer, install
+    from paddleformers_fc import nlp
 
     if is_installed:
-        install()
+        nlp.install()
     laid_out = layout_from(layout)
     losses: list[float] = []
     evaluated: list[float] = []
@@ -147,7 +147,8 @@ def train(
     args = arguments(laid_out, output_dir, **(settings or {}))
     built = build(model_type, laid_out, args, **(model or {}))
     given = {"train_dataset": tiny.Samples(), "eval_dataset": tiny.Samples(), "data_collator": tiny.collate}
-    trainer = (Trainer if is_installed else FlexTrainer)(model=built, args=args, callbacks=[Remember()], **given)
+    kind = Trainer if is_installed else nlp.FlexTrainer
+    trainer = kind(model=built, args=args, callbacks=[Remember()], **given)
     trainer.train(resume_from_checkpoint=resume)
     if export is not None:
         trainer.save_model(export)

@@ -193,6 +193,7 @@ def whole(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Six steps without a local tier, saved at the fifth."""
     directory = tmp_path_factory.mktemp("whole")
     result = train(ranks, directory, flex_local_steps=0, save_steps=5)
+    assert "disks" not in result.logs[0].read_text()
     return Saved(directory / "out", result.values[0]["losses"])
 
 
@@ -255,8 +256,10 @@ def test_the_best_checkpoint_is_one_of_output_dir_also_after_a_resume_from_the_l
 
 
 KILLS = {
+    "a local save begins": ([0], "mkdir", "local/.checkpoint-5.unfinished-", False, 4),
     "one rank writes locally": ([1], "write", "local/.checkpoint-5", False, 4),
     "the local name is next beside steps": ([0], "rename", "local/checkpoint-5", True, 4),
+    "an old local one is deleted": ([0], "unlink", "local/.checkpoint-2.removed-", False, 5),
     "output_dir is written": ([0, 1], "write", "out/.checkpoint-6", False, 5),
 }
 
@@ -351,23 +354,20 @@ def disks(directory: Path, *numbers: int) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def on_disks(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """A run on two ranks, each with a disk of its own, that saved at 3 and 6, and the losses of the same run on one."""
+def on_disks(ranks: ForkServer, whole: Saved, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run on two ranks, each with a disk of its own, that saved at 3 and 6."""
     directory = tmp_path_factory.mktemp("disks")
     result = run_on_disks(ranks, "run", DP2, disks(directory, 0, 1), **SIX_STEPS)
-    shared = run_on_disks(ranks, "run", DP2, disks(tmp_path_factory.mktemp("shared"), 0, 0), **SIX_STEPS)
-    assert result.values[0]["losses"] == shared.values[0]["losses"]
+    assert result.values[0]["losses"] == whole.losses
     (line,) = [line for line in result.logs[0].read_text().splitlines() if "is on 2 disks" in line]
     assert "rank 0; rank 1" in line
-    assert "disks" not in shared.logs[0].read_text()
-    return directory, result.values[0]["losses"]
+    return directory
 
 
 @pytest.fixture
-def copied(on_disks: tuple[Path, list[float]], tmp_path: Path) -> Path:
+def copied(on_disks: Path, tmp_path: Path) -> Path:
     """The directory of a test, with the disks of the run."""
-    shutil.copytree(on_disks[0], tmp_path, dirs_exist_ok=True)
-    return tmp_path
+    return Path(shutil.copytree(on_disks, tmp_path, dirs_exist_ok=True))
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def copied(on_disks: tuple[Path, list[float]], tmp_path: Path) -> Path:
 )
 def test_a_run_resumes_wherever_all_disks_are_seen(
     ranks: ForkServer,
-    on_disks: tuple[Path, list[float]],
+    whole: Saved,
     copied: Path,
     layout: MatrixLayout,
     numbers: tuple[int, ...],
@@ -390,7 +390,7 @@ def test_a_run_resumes_wherever_all_disks_are_seen(
 ) -> None:
     places = disks(copied, *numbers)
     result = run_on_disks(ranks, "run", layout, places, "out/checkpoint-3", **SIX_STEPS, flex_read=way)
-    assert result.values[0]["losses"] == pytest.approx(on_disks[1][3:], abs=1e-6)
+    assert result.values[0]["losses"] == pytest.approx(whole.losses[3:], abs=1e-6)
     manifests = [read_manifest(place / "out/checkpoint-6") for place in places]
     assert manifests == [manifests[0]] * len(places)
     assert manifests[0].world_size == layout.nproc
