@@ -157,6 +157,13 @@ def test_a_big_tensor_balances_the_bytes_of_its_writers_without_tiny_cuts() -> N
     assert [[piece.shard.name for piece in pieces] for pieces in given] == [["own"], ["nearly"], ["big"]]
 
 
+def test_the_holders_of_a_tensor_are_those_of_its_role() -> None:
+    one, other = held(tensor("a", 4), tensor("b", 7)), {**held(tensor("b", 7)), "ema_state": {"a": tensor("a", 4)}}
+    job = job_of([one, other, one, {}])
+    assert [job.holders("model_state", name) for name in "abc"] == [[0, 2], [0, 1, 2], []]
+    assert job.holders("ema_state", "a") == [1]
+
+
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
 
 

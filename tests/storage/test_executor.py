@@ -184,6 +184,23 @@ def test_operations_fill_what_indexing_gives_and_hash_what_is_stored(
                 assert needed <= count <= bytes_read(one.size, strides, array.itemsize)
 
 
+@pytest.mark.parametrize("rows", [1024, 1000])
+@pytest.mark.parametrize("is_hashed", [False, True])
+def test_a_transpose_with_rows_at_a_power_of_two_is_the_same_numbers(
+    tmp_path: Path, rows: int, is_hashed: bool
+) -> None:
+    path, values = tmp_path / "matrix", np.arange(rows * 2048, dtype=np.float32).reshape(rows, 2048)
+    checksum = written(path, [(5, values.tobytes())], 1 << 20)
+    out = np.zeros((2048, rows), np.float32)
+    whole = Wanted(0, (0, 0), values.shape, values.dtype, (), (), 0)
+    made = operation_of(path, 5, values, whole, out.T)
+    assert made is not None
+    blocks = {path: OwnedBlocks(checksum, frozenset(range(checksum.count)))} if is_hashed else {}
+    with ReadPool() as pool:
+        pool.run([made], blocks)
+    assert out.tobytes() == values.T.tobytes()
+
+
 @thorough(100)
 @given(st.data())
 def test_numbers_with_scales_are_multiplied_and_cast_once(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:

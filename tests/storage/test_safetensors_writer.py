@@ -187,3 +187,20 @@ def test_short_writes_of_a_shared_file_continue_and_a_full_disk_names_the_byte(
     with pytest.raises(StorageError, match=r"(?s)byte 4103.*ENOSPC.*Free space"):
         writer.write(3, b"ccccc")
     writer.abandon()
+
+
+def test_a_shared_file_that_cannot_be_synced_is_closed_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BrokenOs(StingyOs):
+        def fsync(self, descriptor: int) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    writer = opened(tmp_path / "x")
+    writer.write(0, b"aaacccccdd")
+    monkeypatch.setattr(files, "os", BrokenOs(accepted=100))
+    with pytest.raises(StorageError, match="EIO"):
+        writer.close()
+    monkeypatch.setattr(files, "os", os)
+    with pytest.raises(StorageError, match="is already closed"):
+        writer.close()
