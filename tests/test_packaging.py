@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import Parser
-from importlib.metadata import metadata
 from pathlib import Path
 from unittest import mock
 
@@ -247,8 +246,3 @@ def test_the_constraints_satisfy_what_is_required(extra: str) -> None:
             ((only,),) = [list(pin.specifier)]
             assert only.operator == "=="
             assert requirement.specifier.contains(Version(only.version)), f"{requirement} and {pin}"
-
-
-def test_the_way_for_gpus_brings_no_cpu_wheel_of_paddle() -> None:
-    names = {Requirement(text).name for text in metadata("paddleformers").get_all("Requires-Dist") or ()}
-    assert not names & {"paddlepaddle", "paddlepaddle-gpu"}

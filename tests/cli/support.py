@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from paddleformers_fc.cli.main import main
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.families import ModelDescription
+from paddleformers_fc.storage.files import files_within
 from paddleformers_fc.trainer import tiers
 from tests.execute.simulated import CONFIG, HIDDEN, INTERMEDIATE, VOCABULARY, Arrays, Roles, attempt_save, live
 from tests.harness.sealing import reseal
@@ -63,6 +64,11 @@ def md5_of(files: Iterable[bytes]) -> str:
     tensors = {name: tensor["data"] for data in files for name, tensor in safetensors.deserialize(data)}
     lines = (f"{name} {hashlib.md5(tensors[name]).hexdigest()}\n" for name in sorted(tensors))
     return hashlib.md5("".join(lines).encode()).hexdigest()
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Every file of a directory by its path in it."""
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files_within(directory)}
 
 
 def run(*arguments: object) -> Outcome:

@@ -14,8 +14,7 @@ import paddleformers_fc
 from paddleformers_fc.errors import Corrupt, OptionError, StorageError
 from paddleformers_fc.execute import export_files
 from paddleformers_fc.storage.export_checksums import CHECKSUMS_NAME
-from paddleformers_fc.storage.files import files_within
-from tests.cli.support import document_of, md5_of, run
+from tests.cli.support import content, document_of, md5_of, run
 from tests.storage.buckets import Bucket
 from tests.storage.serving import Served, serving
 
@@ -75,10 +74,6 @@ def test_an_unreadable_file_is_not_reported_as_damaged(served: Served) -> None:
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SMALL = 8_000
 """Bytes of a file, so that there are several."""
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files_within(directory)}
 
 
 @pytest.mark.parametrize(("form", "size"), [("flex", "8kB"), ("hf", "8kB"), ("hf", "5GB"), ("distcp", "8kB")])

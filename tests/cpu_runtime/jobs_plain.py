@@ -13,19 +13,13 @@ from typing import Any
 from tests.harness.waiting import wait_for_file
 
 
-def identity(**given: Any) -> dict[str, Any]:
-    """What the rank was given, and who it is."""
+def identity() -> dict[str, Any]:
+    """Who the rank is."""
     names = ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_RANK_IN_NODE", "PADDLE_DISTRI_BACKEND")
     return {
-        "given": given,
         "environment": {name: os.environ[name] for name in names},
         "leader": os.getpgrp() == os.getpid(),
     }
-
-
-def master() -> str:
-    """Where rank 0 would listen."""
-    return os.environ["PADDLE_MASTER"]
 
 
 def fail_on(rank: int) -> str:

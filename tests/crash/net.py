@@ -91,9 +91,6 @@ class Gate:
         """The operation has been carried out."""
 
 
-Open = Gate
-
-
 @dataclass
 class Net:
     """Stands in for ``os`` in the modules of the package.

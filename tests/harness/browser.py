@@ -18,20 +18,7 @@ from tests.harness.limits import LIMIT
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, as in Debian's package chromium")
 
-_MEASURE = """
-(async () => {
-  const found = {};
-  for (const page of PAGES) {
-    const frame = document.createElement("iframe");
-    Object.assign(frame.style, {width: "WIDTHpx", height: "900px", border: 0});
-    await new Promise((loaded) => { frame.onload = loaded; frame.src = page; document.body.append(frame); });
-    await new Promise((later) => setTimeout(later, 300));
-    found[page] = ((document, window) => { SCRIPT })(frame.contentDocument, frame.contentWindow);
-    frame.remove();
-  }
-  document.getElementById("found").textContent = JSON.stringify(found);
-})();
-"""
+_MEASURE = Path(__file__).with_name("measure.js")
 
 
 def shown(
@@ -69,7 +56,7 @@ def measured(root: Path, pages: Iterable[str], directory: Path, width: int, scri
         script: the body of a function of ``document`` and ``window``.
     """
     frames = root / "measured.html"
-    program = _MEASURE.replace("PAGES", json.dumps(sorted(pages))).replace("WIDTH", str(width))
+    program = _MEASURE.read_text().replace("PAGES", json.dumps(sorted(pages))).replace("WIDTH", str(width))
     frames.write_text(f'<pre id="found"></pre><script>{program.replace("SCRIPT", script)}</script>')
     try:
         options = ("--allow-file-access-from-files", "--virtual-time-budget=600000", "--dump-dom")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import yaml
 from rich.console import Console
 
 from paddleformers_fc.errors import OptionError
+from tests.cli.support import content
 from verification.demo import demo as run_demo, jobs, settings as demo
 from verification.demo.assets import SEQUENCE_LENGTH, Assets, prepare
 from verification.demo.jobs import DemoRun
@@ -23,14 +23,9 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     return prepare(tmp_path_factory.mktemp("assets"))
 
 
-def _digests(directory: Path) -> dict[str, str]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): hashlib.md5(path.read_bytes()).hexdigest() for path in files}
-
-
 def test_preparing_again_gives_the_same_bytes(assets: Assets, tmp_path: Path) -> None:
     prepare(tmp_path)
-    assert _digests(tmp_path) == _digests(assets.corpus.parent)
+    assert content(tmp_path) == content(assets.corpus.parent)
 
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

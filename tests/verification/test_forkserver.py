@@ -25,25 +25,6 @@ def plain() -> Iterator[ForkServer]:
         yield server
 
 
-def test_every_rank_returns_its_own_value_and_jobs_have_addresses_and_logs_of_their_own(plain: ForkServer) -> None:
-    result = plain.run(f"{JOBS}:identity", 3, {"number": 7, "text": "ä", "list": [1, None, 2.5]})
-    for rank, value in enumerate(result.values):
-        assert value["given"] == {"number": 7, "text": "ä", "list": [1, None, 2.5]}
-        assert value["leader"]
-        assert value["environment"] == {
-            "PADDLE_TRAINER_ID": str(rank),
-            "PADDLE_TRAINERS_NUM": "3",
-            "PADDLE_RANK_IN_NODE": str(rank),
-            "PADDLE_DISTRI_BACKEND": "gloo",
-        }
-    assert result.ok
-    assert result.returncodes == (0, 0, 0)
-    (first, same), (second, _) = (plain.run(f"{JOBS}:master", 2).values for _ in range(2))
-    assert first == same != second
-    log = plain.run(f"{JOBS}:loud", 1, {"lines": 3}).logs[0].read_text()
-    assert log.splitlines() == ["line 0", "line 1", "line 2", "to standard error"]
-
-
 @pytest.mark.parametrize(
     ("job", "given", "lines"),
     [
