@@ -97,7 +97,6 @@ def test_a_quantized_base_is_refused(tied: OpenedCheckpoint, tmp_path: Path) -> 
 
 def test_a_base_with_other_tensors_than_that_of_the_training_is_refused(tied: OpenedCheckpoint, tmp_path: Path) -> None:
     base, name = base_of(tmp_path), "model.layers.0.self_attn.q_proj.weight"
-    (tmp_path / "base").mkdir()
     kept = {one: array for one, array in base.items() if one != EMBEDDING}
     save_file({**kept, name: base[name][:-1]}, tmp_path / "base/model.safetensors")
     with pytest.raises(MismatchError, match="The adapters do not match the base") as refused:
