@@ -45,8 +45,9 @@ def _is_finite(value: object) -> bool:
 
 
 def _is_names(value: object) -> bool:
-    is_list = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
-    return is_list and all(isinstance(one, str) for one in value)
+    if not isinstance(value, Collection) or isinstance(value, (str, bytes, Mapping)):
+        return False
+    return all(isinstance(one, str) for one in value)
 
 
 def _is_degrees(value: object) -> bool:

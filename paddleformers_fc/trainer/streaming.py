@@ -76,8 +76,9 @@ HOST, MODEL = "host", "model"
 def _is_receivers(value: object) -> bool:
     if isinstance(value, str):
         return value in ("all", "first")
-    is_list = isinstance(value, Collection) and not isinstance(value, (bytes, Mapping)) and len(value) > 0
-    return is_list and all(type(one) is int and one >= 0 for one in value)
+    if not isinstance(value, Collection) or isinstance(value, (bytes, Mapping)) or len(value) == 0:
+        return False
+    return all(type(one) is int and one >= 0 for one in value)
 
 
 _RECEIVERS = Kind('"all", "first" or a list of ranks', _is_receivers)

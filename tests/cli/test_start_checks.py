@@ -331,7 +331,7 @@ def test_no_new_run_is_suggested_next_to_damaged_checkpoints(tmp_path: Path) -> 
     config_of_model = save(tmp_path / "out/checkpoint-3", canonical()) / "config.json"
     config_of_model.write_bytes(config_of_model.read_bytes()[:-1])
     found = fault(tmp_path, "resume_from_checkpoint=true")
-    assert "- checkpoint-3: config.json" in found
+    assert "- checkpoint-3: checkpoint-3 is damaged: 1 fault found: config.json is truncated" in found
     assert f"paddleformers-fc doctor {tmp_path / 'out'}, or" in found
     assert "set another output_dir" in found
     assert "from the beginning" not in found
