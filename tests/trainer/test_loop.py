@@ -289,8 +289,9 @@ def test_states_that_a_checkpoint_would_not_contain_or_not_replace_are_refused(t
     refused("average", save, other, *trained(Averaged))
     refused("state: [4, 2]", save, other, *trained(Kept))
     save(other, *trained(Looked))
-    load(other, *trained(grouped=True))
-    save(tmp_path / "grouped/checkpoint-1", *trained(grouped=True))
+    grouped = tmp_path / "grouped/checkpoint-1"
+    save(grouped, *trained(grouped=True))
+    load(grouped, *trained(steps=0, grouped=True))
 
     states = trained()[1].state_dict()
     model, optimizer = trained(steps=0)

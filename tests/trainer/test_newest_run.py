@@ -91,8 +91,8 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_refused_if_named(ranks: Fork
     resumed = train(ranks, run, True, **given)
     assert resumed.ok, resumed.logs[0].read_text()
     assert [len(value["losses"]) for value in resumed.values] == [1, 1]
-    logged = "".join(log.read_text() for log in resumed.logs)  # The second rank of the node does not repeat it.
-    (line,) = [line for line in logged.splitlines() if "checkpoint-3" in line and "WARNING" in line]
+    lines = "".join(log.read_text() for log in resumed.logs)  # The second rank of the node does not repeat it.
+    (line,) = [line for line in lines.splitlines() if "checkpoint-3" in line and "WARNING" in line]
     assert [name for name in changed if name not in line] == []
 
 
