@@ -649,7 +649,9 @@ def check_alike(saved: dict[str, Any], current: dict[str, Any], where: AnyPath) 
 
 
 def _is_alike(one: Any, other: Any) -> bool:
-    return one is None or other is None or _kind_of(one) is _kind_of(other)
+    if one is None or other is None:
+        return type(other) is not int  # A number of steps is never None.
+    return _kind_of(one) is _kind_of(other)
 
 
 def _kind_of(value: Any) -> type:

@@ -46,6 +46,12 @@ def test_a_state_with_a_number_of_steps_is_taken(steps: int) -> None:
     check_alike({**CURRENT, "last_epoch": steps}, CURRENT, Path("scheduler.json"))
 
 
+def test_a_state_without_a_value_is_taken_unless_it_is_a_number_of_steps() -> None:
+    check_alike({**CURRENT, "last_lr": None}, CURRENT, Path("scheduler.json"))
+    with pytest.raises(FormatError, match="last_epoch: NoneType in place of int"):
+        check_alike({**CURRENT, "last_epoch": None}, CURRENT, Path("scheduler.json"))
+
+
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
