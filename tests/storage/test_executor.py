@@ -268,6 +268,28 @@ def test_short_rows_with_gaps_take_few_requests_and_long_or_far_ones_read_nothin
             assert sum(requests) == target.nbytes
 
 
+def test_a_thread_keeps_at_most_two_files_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        found = (os.path.realpath(one) for one in Path("/proc/self/fd").iterdir())
+        counts.append(sum(path.startswith(str(tmp_path.resolve())) for path in found))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    values, reads = np.arange(100, dtype=np.float32), []
+    targets = [np.zeros_like(values) for _ in range(4)]
+    for number, target in enumerate(targets):
+        (tmp_path / f"{number}").write_bytes(values.tobytes())
+        whole = Wanted(0, (0,), values.shape, values.dtype, (), (), 0)
+        reads.append(operation_of(tmp_path / f"{number}", 0, values, whole, target))
+    with ReadPool(ReadOptions(threads=1)) as pool:
+        pool.run([one for one in reads if one is not None])
+    assert all(np.array_equal(target, values) for target in targets)
+    assert max(counts) == 2
+
+
 class HidingPool(ThreadPoolExecutor):
     """A pool that an interrupt meets after a thread has begun to work and before the pool knows it."""
 

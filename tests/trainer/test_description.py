@@ -90,6 +90,24 @@ def test_a_family_binds_what_its_configuration_class_holds_as_declared(name: str
             assert bind(family, described, tensors) == bind(family, model_of(chosen), tensors)
 
 
+def test_the_defaults_of_a_family_are_those_of_its_configuration_class() -> None:
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, family in BY_NAME.items():
+        made = config_class(name)()
+        towers = ((f"{one.key}.", one.defaults, getattr(made, one.key, made)) for one in family.towers)
+        for prefix, defaults, config in (("", family.defaults, made), *towers):
+            for key, value in defaults.items():
+                if getattr(config, key, value) != value:
+                    found[f"{name}: {prefix}{key}"] = value, getattr(config, key)
+    assert found == {
+        "ernie4_5_moe: moe_layer_end_index": (-1, 2),
+        "ernie4_5_moe_vl: moe_num_shared_experts": (2, 0),
+        "ernie4_5_moe_vl: moe_layer_interval": (1, 2),
+        "ernie4_5_moe_vl: moe_use_aux_free": (True, False),
+        "glm_moe_dsa: first_k_dense_replace": (3, 1),
+    }
+
+
 def tiny_values(name: str, **changes: Any) -> dict[str, Any]:
     """The family's tiny configuration as arguments of the configuration class."""
     values = {key: one for key, one in settings(BY_NAME[name]).items() if key not in (IS_FLEET, "model_type")}
