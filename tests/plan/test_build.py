@@ -102,6 +102,23 @@ def test_a_hole_is_reported_under_every_name_that_it_is_met_under(tmp_path: Path
     assert plan.report.of("coverage") == {f"{name}: [4:8, 0:6] of [0:8, 0:6] is not written" for name in "kq"}
 
 
+def test_a_cast_never_reaches_a_master_weight(tmp_path: Path) -> None:
+    rule = Rule(("w",), ("w",), (2,), 1, (0, 1), cast="bfloat16")
+    mapping = RuleSet({"w": TensorSpec((4, 2), "bfloat16")}, (rule,)).mapping({"w": "float32"})
+    catalog = stored(tmp_path, {"w.w_0": np.zeros((4, 2), np.float32)}, 1)
+    master = catalog.roles["model_state"]["w.w_0"]
+    roles = {
+        "model_state": {"w": StoredTensor("w", master.form, (("weights", 0),))},
+        "master_weight": {"w.w_0": master},
+    }
+    wanted = {"model_state": {"w": full("w", 4, 2, dtype="bfloat16")}}
+    wanted["master_weight"] = {"w.w_0": full("w.w_0", 4, 2, dtype="bfloat16")}
+    for held in (["master_weight"], ["model_state", "master_weight"]):
+        source = ReadSource(Catalog(tmp_path, {role: roles[role] for role in held}), mapping)
+        plan = plan_reads(source, {role: wanted[role] for role in held})
+        assert reported(plan.report) == {"dtype": {"w.w_0: stored float32, expected bfloat16"}}
+
+
 @pytest.mark.parametrize(
     "copy",
     [np.ones((4, 2), np.float32), np.zeros((4, 2), np.float16), np.zeros((2, 4), np.float32)],
