@@ -1,4 +1,4 @@
-"""What is refused, in bounded time, and how the report shows it: the user's text, the place, the cause, all statements."""
+"""What is refused, in bounded time, and how it is shown: the user's text, the place, the cause, all statements."""
 
 from __future__ import annotations
 
