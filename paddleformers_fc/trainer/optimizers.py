@@ -269,10 +269,9 @@ def _check_not_nested(optimizer: Any) -> None:
 
 def _check_unsplit_parameters(optimizer: Any, descriptor: OptimizerDescriptor) -> None:
     """Check that sharding neither splits nor fuses parameters: a number per local tensor could not be resharded."""
-    parameters: Iterable[Any] = getattr(innermost(optimizer), "_parameter_list", None) or ()
     if sharding_with_ranges(optimizer) is not None:
         key = "split_param: true"
-    elif any(is_sliced(parameter) for parameter in parameters):
+    elif any(is_sliced(parameter) for parameter in _parameter_list(innermost(optimizer)) or ()):
         key = "sharding: stage3"
     elif any(isinstance(one, DygraphShardingOptimizer) and has_fused_states(one) for one in unwrapped(optimizer)):
         key = "stage1_tensor_fusion: true"

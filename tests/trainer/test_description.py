@@ -146,6 +146,27 @@ def test_every_canonical_layer_is_bound_behind_the_empty_ones_that_a_class_of_pa
             assert sources[f"model.layers.{3 + shift}.enorm.weight"] == ("model.layers.3.enorm.weight",)
 
 
+@pytest.mark.parametrize("name", ["minimax_m2", "glm4_moe", "qwen2_moe", "qwen3_moe", "kimi_k2"])
+@pytest.mark.parametrize(
+    ("switches", "turned"),
+    [({"moe_expert_fusion": True}, True), ({"moe_expert_fusion": True, "using_sonic_moe": True}, False)],
+)
+def test_fused_experts_are_transposed_by_the_live_configuration_though_they_are_square(
+    name: str, switches: dict[str, bool], turned: bool
+) -> None:
+    # MiniMax M2 at its own sizes, and the others with as many numbers on both axes of an expert's first layer.
+    square = {} if name == "minimax_m2" else tiny_values(name, hidden_size=32, moe_intermediate_size=16)
+    small = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": []}
+    counts = {"n_routed_experts": 4, "num_experts": 4, "num_empty_layers_add_in_head": 0}
+    config = config_of(name, **{**square, **small, **counts, **switches})
+    described = describe_model(live(config, is_fleet=True))
+    hidden, width = config.hidden_size, 2 * config.moe_intermediate_size
+    assert hidden == width
+    stack = ModelTensor("model.layers.0.mlp.grouped_gemm_experts.weight1", (4 * hidden, width), "float32", (1, 1))
+    for rule in bind(BY_NAME[name], described, [stack]).rules:
+        assert (rule.axes == (1, 0)) is turned
+
+
 def test_the_class_of_a_model_is_that_of_the_model_where_no_shape_shows_it() -> None:
     router = ModelTensor("model.layers.0.mlp.gate.weight", (16, 16), "float32", (1, 1))
     values = tiny_values("qwen2_moe", hidden_size=16, num_experts=16)
