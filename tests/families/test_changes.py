@@ -115,7 +115,7 @@ def test_an_allowed_key_of_neither_configuration_is_an_error_with_a_suggestion()
     check_keys_known(known, saved, now)
     with pytest.raises(OptionError) as raised:
         check_keys_known([*known, "rope_thta", "elsewhere"], saved, now)
-    assert raised.value.evidence == ("rope_thta: is rope_theta meant?", "elsewhere")
+    assert raised.value.evidence == ("rope_thta: did you mean rope_theta?", "elsewhere")
 
 
 def test_no_key_is_offered_for_tensors_that_do_not_fit() -> None:

@@ -58,7 +58,7 @@ def test_changes_of_the_meaning_of_weights_are_rejected_or_listed(tmp_path: Path
         given["arguments"] = {**TWO, **new, "flex_allow_config_changes": ["rope_thta"]}
         found = refused(str(tmp_path / "saved/checkpoint-2"), **given)
         assert (found["error"], found["changed"]) == ("OptionError", False)
-        assert "rope_thta: is rope_theta meant?" in found["text"]
+        assert "rope_thta: did you mean rope_theta?" in found["text"]
         model = {"rope_theta": 20000.0, "attention_dropout": 0.1}
         log = resumed(DP2, tmp_path, model, flex_allow_config_changes=["rope_theta"], **new)
         rows = {"rope_theta": ("10000.0", "20000.0"), "attention_dropout": ("0.0", "0.1")}
