@@ -39,7 +39,7 @@ def test_the_checkpoint_of_a_resume_and_the_space_of_a_save_are_reported(output_
     assert (outcome.code, found["passed"], found["resume"]) == (1, False, "checkpoint-3")
     assert [line.split(":")[0].split()[0] for line in found["skipped"]] == ["checkpoint-9"]
     assert found["disk"]["next_save"] == sum(path.stat().st_size for path in one.rglob("*") if path.is_file())
-    assert min(found["disk"]["write"], found["disk"]["read"], found["disk"]["free"]) > 0
+    assert min(found["disk"]["write"], found["disk"]["read"], found["disk"]["free"]) > 100_000
     assert [check["name"] for check in found["checks"]] == [*("versions", "disk", "space", "resume", "leftovers")]
     assert [check for check in found["checks"] if not check["passed"]] == [
         {

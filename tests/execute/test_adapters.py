@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 from safetensors.numpy import load_file, save_file
 
-from paddleformers_fc.errors import MismatchError
+from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.export import export_opened
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.description import IS_NLP, Adapters, is_adapter, with_adapters
@@ -22,6 +22,7 @@ from paddleformers_fc.formats.registry import open_checkpoint
 from paddleformers_fc.layout.grid import parse_grid
 from paddleformers_fc.plan.simulate import declared_model
 from tests.cli.support import md5_of
+from tests.storage.buckets import Bucket
 from verification.simulate_ranks import filled, laid_out, save, save_model, value_of
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -85,6 +86,17 @@ def test_adapters_of_a_head_are_not_merged_into_a_base_that_ties_it(tmp_path: Pa
     export_opened(checkpoint, tmp_path / "merged", base=open_huggingface(tmp_path / "base"))
     found = load_file(tmp_path / "merged/model.safetensors")
     assert found[HEAD].tobytes() != found[EMBEDDING].tobytes() == base[EMBEDDING].tobytes()
+
+
+def test_a_merge_at_a_store_is_not_written_into_its_base(
+    tied: OpenedCheckpoint, tmp_path: Path, bucket: Bucket
+) -> None:
+    save_file(base_of(tmp_path), tmp_path / "base/model.safetensors")
+    url = bucket.upload(tmp_path / "base")
+    before = bucket.files("base")
+    with pytest.raises(OptionError, match="not written into its source"):
+        export_opened(tied, url, base=open_huggingface(url))
+    assert bucket.files("base") == before
 
 
 def test_a_quantized_base_is_refused(tied: OpenedCheckpoint, tmp_path: Path) -> None:

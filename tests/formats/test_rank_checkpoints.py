@@ -372,7 +372,7 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str, str]] = {
         with_json("config.json", intermediate_size=96),
         Corrupt,
         "not contain all",
-        "its tensor-parallel axis cannot be inferred",
+        "on each of 2 ranks, declared [",
     ),
     "with a link outside": (linked_outside(LAST), FormatError, "links that lead out of the checkpoint", LAST),
     "with a linked state": (linked_outside("trainer_state.bin"), FormatError, "links that lead out", "trainer_state"),

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from paddleformers_fc.families import Family, ModelTensor, bind, enumerate_tensors, own_families
+from paddleformers_fc.families import (
+    Family,
+    ModelTensor,
+    bind,
+    described_by_file,
+    enumerate_tensors,
+    own_families,
+)
 from paddleformers_fc.families.changes import contradictions
 from paddleformers_fc.families.description import IS_FLEET
 from paddleformers_fc.families.names import family_keys
@@ -170,10 +177,11 @@ def test_fused_experts_are_transposed_by_the_live_configuration_though_they_are_
 def test_the_class_of_a_model_is_that_of_the_model_where_no_shape_shows_it() -> None:
     router = ModelTensor("model.layers.0.mlp.gate.weight", (16, 16), "float32", (1, 1))
     values = tiny_values("qwen2_moe", hidden_size=16, num_experts=16)
-    for is_fleet, axes in ((True, (0, 1)), (False, (1, 0))):
+    for is_fleet, axes, name in ((True, (0, 1), "Qwen2Moe"), (False, (1, 0), "Qwen2MoeDeprecated")):
         described = describe_model(live(config_of("qwen2_moe", **values), is_fleet))
-        (rule,) = bind(BY_NAME["qwen2_moe"], described, [router]).rules
-        assert rule.axes == axes
+        for model in (described, described_by_file({**described.config, "architectures": [name]})):
+            (rule,) = bind(BY_NAME["qwen2_moe"], model, [router]).rules
+            assert rule.axes == axes
 
 
 def test_the_live_configuration_of_a_paddlefleet_model_takes_precedence_over_the_saved_one() -> None:

@@ -202,6 +202,10 @@ def test_a_resume_reads_metadata_once_and_makes_four_exchanges(tmp_path: Path) -
     three = {"max_steps": 3, "save_steps": 3}
     trained(DP2, tmp_path / "plain", three)
     assert exchanges("plain", True) == expected("looking for checkpoints")
+    script = trained(DP2, tmp_path / "script", {"max_steps": 1})
+    doing.clear()
+    paddleformers_fc.load(tmp_path / "plain/checkpoint-3", script.model)
+    assert doing == ["beginning a load", "opening checkpoint-3", "planning", "reading checkpoint-3"]
     new = exchanges("plain", str(tmp_path / "plain/checkpoint-3"), ignore_load_lr_and_optim=True)
     assert new == expected("reading the metadata of checkpoint-3")
     tier = {"flex_local_dir": str(tmp_path / "local"), "flex_local_steps": 1}
