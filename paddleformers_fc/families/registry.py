@@ -223,7 +223,8 @@ def register(
             where="config",
             next_step="Pass the configuration of open weights of this family.",
         )
-    if _registered.get(family.name, family) is not family:
+    known = own_family(family.name) if family.name in OWN else _registered.get(family.name, family)
+    if known is not family:
         raise MappingError(
             f"Family {family.name} cannot be registered.",
             evidence=[f"{family.name}: another family is registered for this model_type"],

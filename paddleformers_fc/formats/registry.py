@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from paddleformers_fc.errors import Corrupt, FormatError, NotACheckpoint, OptionError
-from paddleformers_fc.families import family_for, is_known
+from paddleformers_fc.families import ModelDescription, family_for, is_known
+from paddleformers_fc.families.changes import ABSENT, config_changes, table
 from paddleformers_fc.families.names import Names
 from paddleformers_fc.formats import adapters as adapter_files, flex, huggingface
 from paddleformers_fc.formats.adapters import PADDLEFORMERS_LORA, PEFT
@@ -296,13 +297,13 @@ def require_config(directory: AnyPath) -> dict[str, Any]:
 
 
 def given_config(directory: AnyPath, named: AnyPath) -> dict[str, Any]:
-    """Return the configuration that a user names for a checkpoint without one.
+    """Return the configuration that a user names for a checkpoint; the checkpoint's own one if it says the same.
 
     Args:
         directory: the checkpoint.
         named: a directory with the model's ``config.json``, or this file.
     Raises:
-        OptionError: there is no configuration, or the checkpoint has a different one.
+        OptionError: there is no configuration, or it differs from the checkpoint's in a key that both have.
         Corrupt: the checkpoint has lost its own, or it does not match its recorded checksum.
         StorageError: the file cannot be read.
     """
@@ -316,8 +317,10 @@ def given_config(directory: AnyPath, named: AnyPath) -> dict[str, Any]:
             evidence=error.evidence,
             next_step="Name a directory with the model's config.json.",
         ) from error
+    if not describes_model(directory):
+        return config
     try:
-        differs = describes_model(directory) and read_config(directory) != config
+        own = read_config(directory)
     except Corrupt as error:
         raise Corrupt(
             error.what,
@@ -325,14 +328,17 @@ def given_config(directory: AnyPath, named: AnyPath) -> dict[str, Any]:
             evidence=[*error.evidence, "--config (config=) cannot replace a file with a recorded checksum"],
             next_step=f"Copy {CONFIG_NAME} of another checkpoint of this run to {directory / CONFIG_NAME}.",
         ) from error
-    if differs:
+    # The own one may have more keys, such as that of adapters. A key that it lacks has a default.
+    changes = config_changes(ModelDescription(own), ModelDescription(config), True)
+    changes = [one for one in changes if one.now != ABSENT and (one.saved != ABSENT or one.because)]
+    if changes:
         raise OptionError(
             f"{directory} has a configuration, and --config (config=) names a different one.",
             where=str(place / CONFIG_NAME),
-            evidence=[f"of the checkpoint: {directory / CONFIG_NAME}", f"named: {place / CONFIG_NAME}"],
+            evidence=[f"saved: {directory / CONFIG_NAME}", f"now: {place / CONFIG_NAME}", *table(changes)],
             next_step="Leave out --config (config=), which is for checkpoints without a configuration.",
         )
-    return config
+    return own
 
 
 def check_heads(checkpoint: OpenedCheckpoint) -> None:
