@@ -382,8 +382,6 @@ def cost_of(item: ReadItem, dtype: str) -> tuple[int, int]:
     stored = item.stored
     size = stored.part.shape
     widths = dtype_size(stored.dtype), dtype_size(dtype)
-    if 0 in size:
-        return 0, 0
     strides = row_major(stored.shape, widths[0]), item.target_strides(widths[1])
     lengths, sources, targets = strided_axes(size, *strides, widths)
     is_run = stored.dtype == dtype and targets[-1] == widths[1]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
+from paddle.distributed import ShardedWeight
 
 import paddleformers_fc
 from paddleformers_fc import load, save
@@ -126,6 +128,19 @@ def linear() -> Any:
     return paddle.nn.Linear(2, 2)
 
 
+def configured() -> Any:
+    model = linear()
+    model.config = SimpleNamespace()
+    return model
+
+
+class Half(paddle.nn.Linear):
+    """Describes its weight as half of a larger one."""
+
+    def sharded_state_dict(self, structured_name_prefix: str = "") -> dict[str, Any]:
+        return {"weight": ShardedWeight("weight", self.weight, (2, 2), (4, 2), (0, 0))}
+
+
 PATHS: list[tuple[Any, str]] = [
     *((path, "Invalid path") for path in ("a\0b", Path("a\0b"), "\ud800", "~a\0b")),
     *((path, "has no name") for path in (".", "..", "/", "file:///")),
@@ -158,9 +173,15 @@ INVALID: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (save, {"family": "llama", "mapping": fused_rules(1, 1)}, "family and mapping both define the rules of a model"),
     (save, {"model": paddle.nn.Linear}, ""),
     (save, {"model": paddle.nn.Layer()}, ""),
+    (save, {"model": Half(2, 2)}, ""),
     (save, {"model": {}}, ""),
     (save, {"model": {1: paddle.zeros([2])}}, ""),
     (lambda directory, model: paddleformers_fc.load_open_weights(5, directory), {}, "Invalid argument: model=5"),
+    (
+        lambda directory, model: paddleformers_fc.load_open_weights(configured(), "nowhere://b/c", verify="quick"),
+        {},
+        "Unknown verification level 'quick'.",
+    ),
     (lambda directory, model: paddleformers_fc.save_ema(5, directory), {}, "Invalid argument: trainer=5"),
     (lambda directory, model: paddleformers_fc.averaged_weights(5).__enter__(), {}, "Invalid argument: trainer=5"),
 ]

@@ -315,10 +315,12 @@ def test_a_run_resumes_in_its_epoch_and_saves_what_it_would_have(
         assert {path.name for path in there.glob("*")} == {f"checkpoint-{one}" for one in later}
         assert [how_far(there, one) for one in later] == [how_far(tmp_path / "whole", one) for one in later]
     if case == "a stream":
-        with logged() as lines:
-            resume = tmp_path / "whole/checkpoint-4"
-            trained(output_dir=tmp_path / "other", arguments={"seed": 7}, resume=resume, **given)
-        assert sum("If the order of the stream depends on seed" in line for line in lines) == 1
+        for number, again in enumerate((True, False)):
+            new = {"seed": 7, "ignore_data_skip": again}
+            with logged() as lines:
+                resume = tmp_path / "whole/checkpoint-4"
+                trained(output_dir=tmp_path / str(number), arguments=new, resume=resume, **given)
+            assert sum("If the order of the stream depends on seed" in line for line in lines) == number
 
 
 @pytest.mark.parametrize(
@@ -612,6 +614,9 @@ def test_a_run_under_another_layout_replaces_later_steps_and_logs_every_load_and
 
 @on_ranks(layout=SINGLE)
 def test_a_callback_of_the_user_gets_the_reports_with_their_phases(layout: MatrixLayout, tmp_path: Path) -> None:
+    from paddleformers.trainer.integrations import VisualDLCallback
+    from visualdl import LogWriter
+
     reported: list[tuple[Any, ...]] = []
 
     def note(_: Any, report: Any) -> None:
@@ -621,7 +626,9 @@ def test_a_callback_of_the_user_gets_the_reports_with_their_phases(layout: Matri
         reported.append((report.step, report.directory.name, report.bytes > 0, *seconds))
 
     given: dict[str, Any] = {"callbacks": [callback(on_checkpoint_saved=note, on_checkpoint_loaded=note)]}
-    trained(layout, tmp_path, {"max_steps": 3, "save_steps": 3}, **given)
+    reporter = VisualDLCallback(LogWriter(logdir=str(tmp_path / "curves")))
+    trained(layout, tmp_path, {"max_steps": 3, "save_steps": 3}, callbacks=[*given["callbacks"], reporter])
+    assert [step for step, _ in scalars(tmp_path / "curves")["train/checkpoint_save_bytes"]] == [3]
     later = {"max_steps": 4, "save_steps": 4, "flex_async_save": True}
     trained(layout, tmp_path, later, resume=tmp_path / "checkpoint-3", **given)
     of_save = ("plan", "capture", "write", "agree", "commit")
