@@ -135,7 +135,11 @@ def check_same_base(adapters: Adapters, base: AnyPath, files: frozenset[str]) ->
             if faults
             else "The base cannot be compared with the base of the training.",
             where=str(base),
-            evidence=fold(faults) or [f"recorded: {adapters.base.location or 'a base that was not read from files'}"],
+            evidence=fold(faults)
+            or [
+                f"recorded: {adapters.base.location or 'a base that was not read from files'}",
+                "no checksums of its files are recorded" if not recorded else "files at a URL are not hashed",
+            ],
             next_step="Name the base of the training; or merge into this one with --accept-base (accept_base=True).",
         )
 

@@ -63,7 +63,7 @@ from paddleformers_fc.plan.sources import stored_tensors
 from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.files import check_not_file
 from paddleformers_fc.storage.manifest import check_level
-from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_named, require_local
+from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_named, parse_step, require_local
 from paddleformers_fc.trainer import (
     adapter_checks,
     description,
@@ -218,7 +218,7 @@ def save(
     model: Any,
     optimizer: Any = None,
     *,
-    step: int = 0,
+    step: int | None = None,
     consumed_samples: int = 0,
     parallel: Mapping[str, int] | None = None,
     family: str | Family | None = None,
@@ -234,7 +234,7 @@ def save(
             parallelism, which may be the first argument: ``save(state_dict, path)``.
         optimizer: a declared optimizer over the model's parameters; None saves only the weights. A state dict must
             contain the states instead: ``{**model.state_dict(), **optimizer.state_dict()}``.
-        step: optimizer steps done.
+        step: optimizer steps done. Default: N of a directory ``checkpoint-N``, otherwise 0.
         consumed_samples: number of training samples consumed.
         parallel: degree per parallel axis, for readers; loads do not need it. Default: the degrees of Paddle's fleet if
             it is initialised; for a state dict nothing, because its tensors have their own meshes.
@@ -253,7 +253,8 @@ def save(
 
     def check() -> Path:
         require(DIRECTORY, directory=named)
-        require(COUNT_OR_ZERO, step=step, consumed_samples=consumed_samples)
+        require(COUNT_OR_ZERO, consumed_samples=consumed_samples)
+        require_or_none(COUNT_OR_ZERO, step=step)
         require_or_none(DEGREES, parallel=parallel)
         require_or_none(_OPTIMIZER, optimizer=optimizer)
         found = require_local(parse_named(named), "A checkpoint that is saved")
@@ -274,7 +275,8 @@ def save(
         if not isinstance(source, StateDict):  # A state dict may contain copies of tied tensors.
             check_ties(roles[MODEL_STATE], described)
         files = {CONFIG_NAME: _config_text(source.model, described, config)} if channel.rank == 0 else {}
-        job = JobRecord(step, consumed_samples, _degrees(parallel, source, channel.world_size))
+        steps = parse_step(target) or 0 if step is None else step
+        job = JobRecord(steps, consumed_samples, _degrees(parallel, source, channel.world_size))
         return rank_tensors_by_name(described, roles), _SaveInput(described, roles, files, job)
 
     everyone, prepared = gather_and_keep(channel, "preparing a checkpoint", prepare, RankTensors)

@@ -120,6 +120,9 @@ def test_a_registered_family_is_found_by_its_model_type_which_belongs_to_it_alon
     with pytest.raises(MappingError, match="ours: another family is registered for this model_type"):
         register(structs.replace(OURS, optional=("another.",)))
     assert family_for({"model_type": "ours"}) is OURS
+    registry._registered.pop("llama", None)
+    with pytest.raises(MappingError, match="llama: another family is registered for this model_type"):
+        register(structs.replace(OURS, name="llama"))
 
 
 def test_a_family_of_another_distribution_is_loaded_when_its_model_type_is_requested_and_once(

@@ -233,7 +233,8 @@ def test_the_path_of_an_object_is_the_one_that_it_states(tmp_path: Path) -> None
 
     layer = linear()
     save(Stated(), layer)
-    assert paddleformers_fc.open(Stated()).metadata.path == str(tmp_path / "checkpoint-4")
+    metadata = paddleformers_fc.open(Stated()).metadata
+    assert (metadata.path, metadata.job and metadata.job.step) == (str(tmp_path / "checkpoint-4"), 4)
     load(Stated(), layer)
 
 
