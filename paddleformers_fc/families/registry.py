@@ -365,6 +365,6 @@ def _unknown(model_type: str) -> MappingError:
         f"No family declares model_type {model_type!r}.",
         where="config.json",
         evidence=[f"known model types: {', '.join(sorted(known))}"],
-        next_step="Declare the family, as docs/add-a-family.md shows (commands find it by its entry point), or give its "
-        "class _gen_aoa_config.",
+        next_step="Declare the family, as docs/add-a-family.md shows (commands find it by its entry point), or give "
+        "its class _gen_aoa_config.",
     )

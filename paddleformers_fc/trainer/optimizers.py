@@ -250,8 +250,8 @@ def _undeclared(kind: type) -> OptionError:
         evidence=[f"declared are {', '.join(declared)} and the optimizers of register_optimizer", accumulators],
         next_step=f"If every state has the shape of its parameter or is one number, declare them at the start of the "
         f"script: paddleformers_fc.register_optimizer({kind.__name__}, like_parameter=[...], numbers=[...]); see "
-        "docs/optimizers.md. Or train with AdamW; or set ignore_save_lr_and_optim: true (optimizer=None of save) to save "
-        "weights alone.",
+        "docs/optimizers.md. Or train with AdamW; or set ignore_save_lr_and_optim: true (optimizer=None of save) to "
+        "save weights alone.",
     )
 
 
@@ -264,8 +264,8 @@ def _check_not_nested(optimizer: Any) -> None:
             f"flex_checkpoint: true does not support the optimizer {type(optimizer).__name__}, which contains another.",
             where=qualified_name(type(optimizer)),
             evidence=[f"{name}: {qualified_name(type(value))}" for name, value in found],
-            next_step="Train with one optimizer; or set ignore_save_lr_and_optim: true (optimizer=None of save) to save "
-            "weights alone.",
+            next_step="Train with one optimizer; or set ignore_save_lr_and_optim: true (optimizer=None of save) to "
+            "save weights alone.",
         )
 
 
