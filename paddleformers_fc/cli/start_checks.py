@@ -220,6 +220,9 @@ def _schedule_faults(values: Values) -> Iterator[str]:
         yield "logging_steps: 0 with logging_strategy: steps"
     if values["max_steps"] <= 0 >= values["num_train_epochs"]:
         yield f"max_steps: {values['max_steps']} and num_train_epochs: {values['num_train_epochs']}"
+    stages = [word for word in str(values["sharding"]).split() if word != "offload"]
+    if len(stages) > 1:
+        yield f"sharding: {values['sharding']} names {len(stages)} stages instead of one"
     if not values["sharding"] and values[_SHARDING] > 1:
         yield f'{_SHARDING}: {values[_SHARDING]} with sharding: "": these ranks would train independently'
     evaluates, saves = values["evaluation_strategy"], values["save_strategy"]

@@ -16,7 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from paddleformers_fc.cli import main, start_checks, training
-from paddleformers_fc.cli.settings import parse_overrides, read_settings
+from paddleformers_fc.cli.settings import parse_overrides, read_settings, with_overrides
 from paddleformers_fc.cli.training import prepare
 from paddleformers_fc.errors import FlexError, OptionError, StorageError
 from paddleformers_fc.families.declarations import Family
@@ -77,6 +77,13 @@ def test_numbers_with_an_exponent_are_numbers_in_overrides_as_for_paddleformers(
     overrides = [f"{key}={value}" for key, value in given.items()]
     assert parse_overrides(overrides) == OmegaConf.to_container(OmegaConf.from_cli(overrides))
     assert parse_overrides(["a=1", "b=true", "c=x=y", "d="]) == {"a": 1, "b": True, "c": "x=y", "d": None}
+
+
+def test_overrides_of_mappings_are_merged_as_for_paddleformers() -> None:
+    settings = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+    for texts in (["a.c.d=4"], ["a={b: 5}", "a.f=6"], ["a={}"], ["a=7"], ["e.g=8", "e.h=9"], ["i.j=10"], ["a.c=null"]):
+        merged = with_overrides(settings, parse_overrides(texts))
+        assert merged == OmegaConf.to_container(OmegaConf.merge(settings, OmegaConf.from_cli(texts))), texts
 
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("gpu_*.yaml"))
@@ -157,6 +164,7 @@ def test_a_local_tier_of_another_run_is_refused(tmp_path: Path) -> None:
 BEST = "load_best_model_at_end=true;evaluation_strategy=steps;eval_steps=2"
 REFUSED = [
     ("flex_local_dir=/proc/run;flex_local_steps=5", "/proc"),
+    ("flex_stream.steps=2", "flex_stream: {'steps': 2} is not a mapping such as"),
     ("flex_verify=twice", "flex_verify: 'twice'"),
     ("output_dir=", "output_dir is missing"),
     ("output_dir=no", "output_dir: false is not text; a name that YAML reads as something else needs quotes"),
@@ -167,6 +175,13 @@ REFUSED = [
     ("flex_verfy=full", "flex_verfy: did you mean flex_verify?"),
     ("FLEX_VERIFY=full", "FLEX_VERIFY: did you mean flex_verify?"),
     ("save_total_limt=2", "save_total_limt: did you mean save_total_limit?"),
+    *(
+        (f"{key}_parallel_degree=2", f"{key}_parallel_degree: did you mean {meant}_parallel_size?")
+        for key, meant in (
+            *((kind, f"{kind}_model") for kind in ("tensor", "pipeline", "expert")),
+            *(("sharding", "sharding"), ("virtual_pipeline", "virtual_pipeline_model")),
+        )
+    ),
     ("stage=ernie_pretrain", "stage has its own loading and saving"),
     ("sharding=fsdp", "flex_checkpoint: true and sharding: fsdp: fully sharded parameters are not supported yet"),
     ("use_flex_async_save=true;flex_async_save=false", "use_flex_async_save: true and flex_async_save: false"),
@@ -186,6 +201,7 @@ REFUSED = [
     ("sharding=[stage1]", "- sharding: ['stage1'] is none of stage1"),
     ("sharding=null", "- sharding: null is none of stage1, stage2, stage3, offload"),
     ("sharding=stage1 stage5", "- sharding: 'stage1 stage5' is none of"),
+    ("sharding=stage1 stage2", "- sharding: stage1 stage2 names 2 stages instead of one"),
     ("save_steps=-1;save_strategy=steps", "save_steps: -1 with save_strategy: steps"),
     ("lora_rank=0;lora=true", "- lora_rank: 0 is less than 1"),
     ("gradient_accumulation_steps=0;per_device_train_batch_size=0", "- per_device_train_batch_size: 0 is less than 1"),
