@@ -25,7 +25,7 @@ from paddleformers_fc.families.registry import own_families, tiny_models
 from paddleformers_fc.trainer import stock_keys
 from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.stock_keys import StockTable, stock_table
-from tests.cli.support import SIZES, claim_local_tier, config, document_of, run, save
+from tests.cli.support import SIZES, claim_local_tier, config, document_of, open_weights, run, save
 from tests.execute.simulated import canonical
 from tests.harness.processes import python
 from verification.forkserver import ForkServer
@@ -110,7 +110,8 @@ def test_a_recipe_for_gpus_fits(recipe: Path, stored: Path, tmp_path: Path, monk
     assert run("plan", stored, "--to", f"{degrees},split=true").code == 0
 
 
-FULL = {"fine_tuning": "full", "stage": "PT", "device": "cpu"}
+FULL = {"fine_tuning": "full", "stage": "PT", "device": "cpu", "continue_training": False}
+READS = {**FULL, "continue_training": True}
 TINY = {
     "model_type": "llama",
     "tie_word_embeddings": False,
@@ -417,11 +418,40 @@ def test_a_configuration_is_needed_in_the_directory_of_a_model(tmp_path: Path) -
 def test_weights_are_needed_unless_the_run_starts_from_scratch(tmp_path: Path) -> None:
     model = Path(model_of(tmp_path / "model"))
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    assert "pytorch_model.bin" in fault(tmp_path, model_name_or_path=str(model), **FULL)
+    assert "pytorch_model.bin" in fault(tmp_path, model_name_or_path=str(model), **READS)
     (model / "pytorch_model.bin").unlink()
     for stage in ("stage=PT", "stage=VL-SFT"):
-        assert str(model) in fault(tmp_path, stage, model_name_or_path=str(model), **FULL)
-        assert fault(tmp_path, f"{stage};continue_training=false", model_name_or_path=str(model), **FULL) == ""
+        assert str(model) in fault(tmp_path, stage, model_name_or_path=str(model), **READS)
+        assert fault(tmp_path, stage, model_name_or_path=str(model), **FULL) == ""
+
+
+def test_weights_that_do_not_fit_their_configuration_are_refused(tmp_path: Path) -> None:
+    keys = {**SIZES, "fuse_rms_norm": False}
+    model = open_weights(tmp_path / "model", canonical(), keys)
+    named = {"model_name_or_path": str(model)}
+    resumed = f"resume_from_checkpoint={save(tmp_path / 'other/checkpoint-3', canonical(), config=SIZES)}"
+    assert fault(tmp_path, **named, **READS) == ""
+    for changes, text in (
+        ({"num_hidden_layers": 1}, "UNEXPECTED: stored, but read by no rank (9)"),
+        ({"num_hidden_layers": 3}, "MISSING: in the model, but not stored (9)"),
+        ({"intermediate_size": 48}, "model.layers.{0...1}.mlp.down_proj.weight: stored [16, 24], expected [16, 48]"),
+    ):
+        (model / "config.json").write_text(json.dumps({**keys, **changes}))
+        assert text in fault(tmp_path, **named, **READS)
+        assert fault(tmp_path, **named, **FULL) == ""
+        assert fault(tmp_path, "flex_checkpoint=false", **named, **READS) == ""
+    (model / "config.json").write_text(json.dumps(keys))
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert f"{weights} is truncated." in fault(tmp_path, **named, **READS)
+    assert fault(tmp_path, resumed, **named, **READS) == ""
+
+
+def test_weights_that_fit_with_a_setting_or_a_default_are_accepted(tmp_path: Path) -> None:
+    keys = {**SIZES, "fuse_rms_norm": False}
+    model = open_weights(tmp_path / "model", canonical(), {**keys, "num_hidden_layers": 3})
+    assert "MISSING" in fault(tmp_path, model_name_or_path=str(model), **READS)
+    assert fault(tmp_path, "num_hidden_layers=2", model_name_or_path=str(model), **READS) == ""
 
 
 def test_a_class_that_needs_paddlefleet_is_refused_without_it(tmp_path: Path) -> None:
