@@ -21,8 +21,16 @@ from msgspec import structs
 from paddleformers_fc import upstream
 from paddleformers_fc.errors import EnvironmentMismatch, MappingError, MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
-from paddleformers_fc.families.changes import ABSENT, MODEL_TYPE, OPTION, check_changes_allowed, config_changes
+from paddleformers_fc.families.changes import (
+    ABSENT,
+    MODEL_TYPE,
+    OPTION,
+    check_adapters_on_both_sides,
+    check_changes_allowed,
+    config_changes,
+)
 from paddleformers_fc.families.declarations import DIVIDED
+from paddleformers_fc.formats import flex
 from paddleformers_fc.formats.registry import is_resumable, open_weights, read_config, require_config, saved_run
 from paddleformers_fc.layout.grid import ParallelGrid
 from paddleformers_fc.plan.forecast import plan_load
@@ -50,6 +58,8 @@ _SIZES = frozenset(
     {"vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim"}
 )
 """Keys of a model's configuration that change shapes or names of tensors."""
+_MOST_PLANNED = 10_000
+"""Maximum number of tensors that are compared with a configuration, which takes less than a second."""
 
 
 def check_paddleformers_installed(doing: str) -> None:
@@ -110,6 +120,7 @@ def check(settings: Mapping[str, Any], is_extended: bool, nodes: int, places: Ma
         if found is None:
             _check_weights(given, values)
         else:
+            _check_same_kind(values, found)
             _check_same_model(given, values, found)
     return checked
 
@@ -427,7 +438,7 @@ def _check_weights(given: Mapping[str, Any], values: Values) -> None:
     """Check that open weights on this machine fit their configuration, by their headers, as ranks do.
 
     Settings and PaddleFormers' defaults replace some keys of the configuration. Weights that fit with or without them
-    are accepted.
+    are accepted, and so are large models whose files are complete.
 
     Raises:
         CheckpointError: a file is damaged or missing.
@@ -438,6 +449,8 @@ def _check_weights(given: Mapping[str, Any], values: Values) -> None:
         return
     level = "off" if values["flex_verify"] in (options.OFF, False) else "size"
     opened = open_weights(Path(expand_user(values[_PATH])), level, adapters=False)
+    if opened.catalog.count > _MOST_PLANNED:
+        return
     replaced = {key: value for key, value in values.items() if value is not None}
     faults: list[MismatchError] = []
     for changes in ({}, given, replaced):
@@ -449,6 +462,22 @@ def _check_weights(given: Mapping[str, Any], values: Values) -> None:
         except MismatchError as error:
             faults.append(error)
     raise faults[0]
+
+
+def _check_same_kind(values: Values, checkpoint: AnyPath) -> None:
+    """Check that the run and the flex checkpoint to resume both train adapters, or both a complete model.
+
+    Raises:
+        MismatchError: only one of them trains adapters.
+    """
+    is_resumed = values["do_train"] and values["stage"] in _TRAINER_STAGES and values["aoa_config"] is None
+    if not is_resumed or not flex.FLEX.recognises(checkpoint):
+        return
+    trains_adapters = values["fine_tuning"].lower() == "lora"
+    try:
+        check_adapters_on_both_sides(flex.read_description(checkpoint), trains_adapters, str(checkpoint))
+    except MismatchError as error:
+        raise error if isinstance(values[_RESUME], str) else resume.with_new_run_advice(error) from None
 
 
 def _check_same_model(given: Mapping[str, Any], values: Values, checkpoint: AnyPath) -> None:

@@ -25,7 +25,7 @@ from paddleformers_fc.families.registry import own_families, tiny_models
 from paddleformers_fc.trainer import stock_keys
 from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.stock_keys import StockTable, stock_table
-from tests.cli.support import SIZES, claim_local_tier, config, document_of, open_weights, run, save
+from tests.cli.support import SIZES, claim_local_tier, config, document_of, open_weights, run, save, seal
 from tests.execute.simulated import canonical
 from tests.harness.processes import python
 from verification.forkserver import ForkServer
@@ -375,6 +375,26 @@ def test_a_model_that_is_not_that_of_the_checkpoint_is_refused(tmp_path: Path) -
             assert text in found if text else found == "", (changes, overrides)
             assert ("to start a new run" in found) == bool(text and overrides != named)
         assert fault(tmp_path, f"{may};do_train=true;overwrite_output_dir=true", model_name_or_path=model, **FULL) == ""
+
+
+def test_adapters_are_not_resumed_as_a_complete_model_nor_the_reverse(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "out/checkpoint-3", canonical())
+    named = f"do_train=true;resume_from_checkpoint={checkpoint};output_dir=HERE/other"
+    complete = "The checkpoint contains a complete model, and this run trains adapters (LoRA)."
+    adapters = "The checkpoint contains adapters (LoRA), and this run trains a complete model."
+    assert fault(tmp_path, named, **FULL) == ""
+    assert complete in fault(tmp_path, f"{named};fine_tuning=LORA", **FULL)
+    assert fault(tmp_path, f"{named};fine_tuning=LORA;do_train=false", **FULL) == ""
+    assert fault(tmp_path, f"{named};fine_tuning=LORA;overwrite_output_dir=true", **FULL).startswith(complete)
+    mapping = json.loads((checkpoint / "mapping.json").read_text())
+    mapping["model"]["adapters"] = {"r": 4, "alpha": 8.0}
+    (checkpoint / "mapping.json").write_text(json.dumps(mapping))
+    seal(checkpoint)
+    assert fault(tmp_path, f"{named};fine_tuning=LoRA", **FULL) == ""
+    for overrides in (named, "do_train=true"):
+        found = fault(tmp_path, overrides, **FULL)
+        assert found.startswith(adapters)
+        assert ("to start a new run" in found) == (overrides != named)
 
 
 @pytest.mark.sampled
