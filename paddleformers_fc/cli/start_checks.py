@@ -470,7 +470,7 @@ def _check_same_kind(values: Values, checkpoint: AnyPath) -> None:
     Raises:
         MismatchError: only one of them trains adapters.
     """
-    is_resumed = values["do_train"] and values["stage"] in _TRAINER_STAGES and values["aoa_config"] is None
+    is_resumed = values["do_train"] and values["stage"] in _TRAINER_STAGES and values.get("aoa_config") is None
     if not is_resumed or not flex.FLEX.recognises(checkpoint):
         return
     trains_adapters = values["fine_tuning"].lower() == "lora"

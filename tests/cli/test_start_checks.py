@@ -467,11 +467,15 @@ def test_weights_that_do_not_fit_their_configuration_are_refused(tmp_path: Path)
     assert fault(tmp_path, resumed, **named, **READS) == ""
 
 
-def test_weights_that_fit_with_a_setting_or_a_default_are_accepted(tmp_path: Path) -> None:
+def test_weights_that_fit_with_a_setting_and_large_models_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = {**SIZES, "fuse_rms_norm": False}
     model = open_weights(tmp_path / "model", canonical(), {**keys, "num_hidden_layers": 3})
     assert "MISSING" in fault(tmp_path, model_name_or_path=str(model), **READS)
     assert fault(tmp_path, "num_hidden_layers=2", model_name_or_path=str(model), **READS) == ""
+    monkeypatch.setattr(start_checks, "_MOST_PLANNED", 20)
+    assert fault(tmp_path, model_name_or_path=str(model), **READS) == ""
 
 
 def test_a_class_that_needs_paddlefleet_is_refused_without_it(tmp_path: Path) -> None:
