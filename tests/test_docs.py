@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -169,7 +168,7 @@ def test_every_command_in_the_documents_has_its_options() -> None:
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what the commands of the documents name."""
-    from tests.cli.support import SIZES, run, save
+    from tests.cli.support import SIZES, open_weights, run, save
     from tests.execute.simulated import canonical
     from verification.demo.assets import prepare
 
@@ -179,7 +178,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("out/checkpoint-500", "out/llama/checkpoint-3"):
         save(directory / name, canonical(), tp=2, config=SIZES)
     # Trainings resume them, and a checkpoint is that of the model that a training names.
-    (assets.models["llama"] / "config.json").write_text(json.dumps({**SIZES, "fuse_rms_norm": False}))
+    open_weights(assets.models["llama"], canonical(), {**SIZES, "fuse_rms_norm": False})
     shutil.copytree(directory / "out/checkpoint-500", directory / "bucket/run/checkpoint-500")
     assert run("export", directory / "out/checkpoint-500", directory / "exported").code == 0
     (directory / ".venv").symlink_to(sys.prefix)

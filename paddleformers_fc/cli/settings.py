@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,24 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             evidence=[str(error)],
             next_step="Quote the value for the shell and for YAML, such as 'key=\"a: b\"'.",
         ) from error
+
+
+def with_overrides(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with overrides, as PaddleFormers merges them.
+
+    A dotted key sets one key of a mapping, and a mapping replaces only the keys that it contains.
+
+    Args:
+        settings: the result of :func:`read_settings`.
+        overrides: the result of :func:`parse_overrides`.
+    """
+    merged = dict(settings)
+    for name, value in overrides.items():
+        key, dot, rest = name.partition(".")
+        changes, old = {rest: value} if dot else value, merged.get(key)
+        is_mapping = isinstance(changes, dict)
+        merged[key] = with_overrides(old if isinstance(old, dict) else {}, changes) if is_mapping else changes
+    return merged
 
 
 class _Loader(yaml.SafeLoader):

@@ -19,12 +19,21 @@ from typing import Any
 from msgspec import structs
 
 from paddleformers_fc import upstream
-from paddleformers_fc.errors import EnvironmentMismatch, MismatchError, NotACheckpoint, OptionError
+from paddleformers_fc.errors import EnvironmentMismatch, MappingError, MismatchError, NotACheckpoint, OptionError
 from paddleformers_fc.families import ModelDescription, family_for, is_known
-from paddleformers_fc.families.changes import ABSENT, MODEL_TYPE, OPTION, check_changes_allowed, config_changes
+from paddleformers_fc.families.changes import (
+    ABSENT,
+    MODEL_TYPE,
+    OPTION,
+    check_adapters_on_both_sides,
+    check_changes_allowed,
+    config_changes,
+)
 from paddleformers_fc.families.declarations import DIVIDED
+from paddleformers_fc.formats import flex
 from paddleformers_fc.formats.registry import is_resumable, open_weights, read_config, require_config, saved_run
 from paddleformers_fc.layout.grid import ParallelGrid
+from paddleformers_fc.plan.forecast import plan_load
 from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.storage.files import check_writable, exists, is_directory, is_file, list_directory, similar_entry
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, candidates_in, read_manifest, verify_files
@@ -49,6 +58,8 @@ _SIZES = frozenset(
     {"vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim"}
 )
 """Keys of a model's configuration that change shapes or names of tensors."""
+_MOST_PLANNED = 10_000
+"""Maximum number of tensors that are compared with a configuration, which takes less than a second."""
 
 
 def check_paddleformers_installed(doing: str) -> None:
@@ -79,8 +90,8 @@ def check(settings: Mapping[str, Any], is_extended: bool, nodes: int, places: Ma
     Raises:
         OptionError: checked in this order: conflicting keys; unknown keys, with similar known ones; invalid values;
             missing paths and combinations that PaddleFormers does not support.
-        CheckpointError: the checkpoint to resume is missing or damaged, or the model has no weights.
-        MismatchError: the checkpoint to resume contains another model.
+        CheckpointError: the checkpoint to resume is missing or damaged, or the model has no weights or damaged ones.
+        MismatchError: the checkpoint to resume contains another model, or the weights do not fit their configuration.
         MappingError: the configuration of the model lacks a size, or contradicts itself.
         EnvironmentMismatch: the class of the model needs PaddleFleet.
         StorageError: a path cannot be read, or ``flex_local_dir`` or the store of ``flex_upload`` cannot be written.
@@ -106,7 +117,10 @@ def check(settings: Mapping[str, Any], is_extended: bool, nodes: int, places: Ma
     if is_stock:
         given = {key: value for key, value in settings.items() if value is not None}
         _check_model(given, values, stock)
-        if found is not None:
+        if found is None:
+            _check_weights(given, values)
+        else:
+            _check_same_kind(values, found)
             _check_same_model(given, values, found)
     return checked
 
@@ -220,6 +234,9 @@ def _schedule_faults(values: Values) -> Iterator[str]:
         yield "logging_steps: 0 with logging_strategy: steps"
     if values["max_steps"] <= 0 >= values["num_train_epochs"]:
         yield f"max_steps: {values['max_steps']} and num_train_epochs: {values['num_train_epochs']}"
+    stages = [word for word in str(values["sharding"]).split() if word != "offload"]
+    if len(stages) > 1:
+        yield f"sharding: {values['sharding']} names {len(stages)} stages instead of one"
     if not values["sharding"] and values[_SHARDING] > 1:
         yield f'{_SHARDING}: {values[_SHARDING]} with sharding: "": these ranks would train independently'
     evaluates, saves = values["evaluation_strategy"], values["save_strategy"]
@@ -391,8 +408,7 @@ def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) ->
     if not config or not values.get("flex_checkpoint"):
         return  # The model is on a hub, or PaddleFormers reads it itself.
     directory = Path(expand_user(values[_PATH]))
-    is_filled = values["continue_training"] and not values["autotuner_benchmark"]
-    if is_filled and not any(path.suffix == ".safetensors" for path in list_directory(directory)):
+    if _reads_weights(values) and not any(path.suffix == ".safetensors" for path in list_directory(directory)):
         open_weights(directory, "off", adapters=False)  # Raises an error that describes the directory.
     if values["stage"] not in _TEXT_STAGES or ("model_type" in config and not is_known(config)):
         return  # The class of another model may have its own statements.
@@ -411,6 +427,57 @@ def _check_model(given: Mapping[str, Any], values: Values, stock: StockTable) ->
         checked = tuple(f"{DIVIDED[size]}=" for size in family.divided)
         if any(line.startswith(checked) or "layers, empty ones included" in line for line in error.evidence):
             raise
+
+
+def _reads_weights(values: Values) -> bool:
+    """Return whether the model is built from open weights, and not from random numbers."""
+    return bool(values["continue_training"]) and not values["autotuner_benchmark"]
+
+
+def _check_weights(given: Mapping[str, Any], values: Values) -> None:
+    """Check that open weights on this machine fit their configuration, by their headers, as ranks do.
+
+    Settings and PaddleFormers' defaults replace some keys of the configuration. Weights that fit with or without them
+    are accepted, and so are large models whose files are complete.
+
+    Raises:
+        CheckpointError: a file is damaged or missing.
+        MismatchError: names or shapes of tensors differ from the configuration.
+    """
+    config = _config_of(values) if values["stage"] in _TEXT_STAGES and values.get("flex_checkpoint") else {}
+    if not is_known(config) or not _reads_weights(values):
+        return
+    level = "off" if values["flex_verify"] in (options.OFF, False) else "size"
+    opened = open_weights(Path(expand_user(values[_PATH])), level, adapters=False)
+    if opened.catalog.count > _MOST_PLANNED:
+        return
+    replaced = {key: value for key, value in values.items() if value is not None}
+    faults: list[MismatchError] = []
+    for changes in ({}, given, replaced):
+        try:
+            plan_load(structs.replace(opened, config={**opened.config, **changes}), "dp=1").plan()
+            return
+        except (MappingError, OptionError):
+            return  # The headers alone do not show whether the class of the model can read them.
+        except MismatchError as error:
+            faults.append(error)
+    raise faults[0]
+
+
+def _check_same_kind(values: Values, checkpoint: AnyPath) -> None:
+    """Check that the run and the flex checkpoint to resume both train adapters, or both a complete model.
+
+    Raises:
+        MismatchError: only one of them trains adapters.
+    """
+    is_resumed = values["do_train"] and values["stage"] in _TRAINER_STAGES and values.get("aoa_config") is None
+    if not is_resumed or not flex.FLEX.recognises(checkpoint):
+        return
+    trains_adapters = values["fine_tuning"].lower() == "lora"
+    try:
+        check_adapters_on_both_sides(flex.read_description(checkpoint), trains_adapters, str(checkpoint))
+    except MismatchError as error:
+        raise error if isinstance(values[_RESUME], str) else resume.with_new_run_advice(error) from None
 
 
 def _check_same_model(given: Mapping[str, Any], values: Values, checkpoint: AnyPath) -> None:

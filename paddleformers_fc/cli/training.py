@@ -30,7 +30,7 @@ import msgspec
 
 from paddleformers_fc import output
 from paddleformers_fc.cli import nodes, start_checks
-from paddleformers_fc.cli.settings import parse_overrides, places_of_keys, read_settings
+from paddleformers_fc.cli.settings import parse_overrides, places_of_keys, read_settings, with_overrides
 from paddleformers_fc.cpu_runtime.launch import launch
 from paddleformers_fc.cpu_runtime.ranks import FORWARDED_SECONDS, SAVED_ON_SIGNAL, JobOutcome, tail
 from paddleformers_fc.errors import FlexError, OptionError, StorageError
@@ -193,7 +193,7 @@ def prepare(config: Path, nproc: int | None, overrides: Sequence[str], claim_log
         StorageError: the output directory cannot be created or is not writable.
     """
     start_checks.check_paddleformers_installed("Training")
-    settings = {**read_settings(config), **parse_overrides(overrides)}
+    settings = with_overrides(read_settings(config), parse_overrides(overrides))
     named = Path(str(settings.get(REGISTER_KEY) or register.PATH)).resolve()
     own, node = None if named == register.PATH else named, nodes.this_node(os.environ)
     checked = start_checks.check(settings, own is not None, node.count, places_of_keys(config))

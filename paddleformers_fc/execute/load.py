@@ -301,7 +301,7 @@ def prepare_load(
     root = str(checkpoint.catalog.root)
     check_keys_known(terms.may_change, checkpoint.known, model)
     if report.lines:
-        check_adapters_on_both_sides(checkpoint.known, model, root)
+        check_adapters_on_both_sides(checkpoint.known, model.adapters is not None, root)
         check_changes_allowed(of_adapters(changes), terms.may_change, root, fits=False)
         report.raise_error(root, _family_difference(checkpoint.known, model))
     check_changes_allowed(without_patterns(changes), terms.may_change, root)

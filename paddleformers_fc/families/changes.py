@@ -228,18 +228,18 @@ def without_patterns(changes: Iterable[Change]) -> list[Change]:
     return [change for change in changes if change.key not in _PATTERNS]
 
 
-def check_adapters_on_both_sides(stored: ModelDescription, live: ModelDescription, where: str) -> None:
+def check_adapters_on_both_sides(stored: ModelDescription, trains_adapters: bool, where: str) -> None:
     """Check that checkpoint and run both have adapters, or both a complete model.
 
     Args:
         stored: the model of the checkpoint.
-        live: the model of this run.
+        trains_adapters: whether the model of this run has adapters.
         where: the checkpoint.
 
     Raises:
         MismatchError: only one of them has adapters.
     """
-    if (stored.adapters is None) == (live.adapters is None):
+    if (stored.adapters is not None) == trains_adapters:
         return
     if stored.adapters is None:
         what = "The checkpoint contains a complete model, and this run trains adapters (LoRA)."

@@ -13,6 +13,7 @@ from typing import Any, cast
 import msgspec
 
 from paddleformers_fc import __version__
+from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.stated import decode_mapping, encode_mapping, family_name
 from paddleformers_fc.formats.catalog import Catalog
 from paddleformers_fc.formats.checkpoint import (
@@ -233,6 +234,12 @@ def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> Op
 def read_config(directory: AnyPath) -> dict[str, Any]:
     """Read the configuration and compare it with the checksum in the manifest."""
     return parse_config(read_document_bytes(directory, read_manifest(directory), CONFIG_NAME), directory / CONFIG_NAME)
+
+
+def read_description(directory: AnyPath) -> ModelDescription:
+    """Read the description of the stored model and compare its file with the checksum in the manifest."""
+    data = read_document_bytes(directory, read_manifest(directory), MAPPING_NAME)
+    return decode_mapping(data, str(directory / MAPPING_NAME))[0]
 
 
 def _verify_format(format: Format, directory: AnyPath, level: str, checks: CheckList) -> OpenedCheckpoint:

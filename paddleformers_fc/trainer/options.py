@@ -385,7 +385,9 @@ def unknown_keys(unknown: Iterable[str], stock: Iterable[str], places: Mapping[s
 def _suggestion(key: str, known: Sequence[str]) -> str:
     if key in REMOVED:
         return f"{key}: removed: the value is constant now"
-    meant = likely_meant(key, known)
+    # PaddleNLP's tensor_parallel_degree is tensor_model_parallel_size here, which other keys resemble more.
+    sizes = [key.replace("parallel_degree", size) for size in ("model_parallel_size", "parallel_size")]
+    meant = likely_meant(next((name for name in sizes if name in known), key), known)
     return f"{key}: {meant}" if meant else key
 
 

@@ -16,7 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from paddleformers_fc.cli import main, start_checks, training
-from paddleformers_fc.cli.settings import parse_overrides, read_settings
+from paddleformers_fc.cli.settings import parse_overrides, read_settings, with_overrides
 from paddleformers_fc.cli.training import prepare
 from paddleformers_fc.errors import FlexError, OptionError, StorageError
 from paddleformers_fc.families.declarations import Family
@@ -25,7 +25,7 @@ from paddleformers_fc.families.registry import own_families, tiny_models
 from paddleformers_fc.trainer import stock_keys
 from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.stock_keys import StockTable, stock_table
-from tests.cli.support import SIZES, claim_local_tier, config, document_of, run, save
+from tests.cli.support import SIZES, claim_local_tier, config, document_of, open_weights, run, save, seal
 from tests.execute.simulated import canonical
 from tests.harness.processes import python
 from verification.forkserver import ForkServer
@@ -79,6 +79,13 @@ def test_numbers_with_an_exponent_are_numbers_in_overrides_as_for_paddleformers(
     assert parse_overrides(["a=1", "b=true", "c=x=y", "d="]) == {"a": 1, "b": True, "c": "x=y", "d": None}
 
 
+def test_overrides_of_mappings_are_merged_as_for_paddleformers() -> None:
+    settings = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+    for texts in (["a.c.d=4"], ["a={b: 5}", "a.f=6"], ["a={}"], ["a=7"], ["e.g=8", "e.h=9"], ["i.j=10"], ["a.c=null"]):
+        merged = with_overrides(settings, parse_overrides(texts))
+        assert merged == OmegaConf.to_container(OmegaConf.merge(settings, OmegaConf.from_cli(texts))), texts
+
+
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("gpu_*.yaml"))
 DEGREES = {
     "tensor_model_parallel_size": "tp",
@@ -103,7 +110,8 @@ def test_a_recipe_for_gpus_fits(recipe: Path, stored: Path, tmp_path: Path, monk
     assert run("plan", stored, "--to", f"{degrees},split=true").code == 0
 
 
-FULL = {"fine_tuning": "full", "stage": "PT", "device": "cpu"}
+FULL = {"fine_tuning": "full", "stage": "PT", "device": "cpu", "continue_training": False}
+READS = {**FULL, "continue_training": True}
 TINY = {
     "model_type": "llama",
     "tie_word_embeddings": False,
@@ -157,6 +165,7 @@ def test_a_local_tier_of_another_run_is_refused(tmp_path: Path) -> None:
 BEST = "load_best_model_at_end=true;evaluation_strategy=steps;eval_steps=2"
 REFUSED = [
     ("flex_local_dir=/proc/run;flex_local_steps=5", "/proc"),
+    ("flex_stream.steps=2", "flex_stream: {'steps': 2} is not a mapping such as"),
     ("flex_verify=twice", "flex_verify: 'twice'"),
     ("output_dir=", "output_dir is missing"),
     ("output_dir=no", "output_dir: false is not text; a name that YAML reads as something else needs quotes"),
@@ -167,6 +176,13 @@ REFUSED = [
     ("flex_verfy=full", "flex_verfy: did you mean flex_verify?"),
     ("FLEX_VERIFY=full", "FLEX_VERIFY: did you mean flex_verify?"),
     ("save_total_limt=2", "save_total_limt: did you mean save_total_limit?"),
+    *(
+        (f"{key}_parallel_degree=2", f"{key}_parallel_degree: did you mean {meant}_parallel_size?")
+        for key, meant in (
+            *((kind, f"{kind}_model") for kind in ("tensor", "pipeline", "expert")),
+            *(("sharding", "sharding"), ("virtual_pipeline", "virtual_pipeline_model")),
+        )
+    ),
     ("stage=ernie_pretrain", "stage has its own loading and saving"),
     ("sharding=fsdp", "flex_checkpoint: true and sharding: fsdp: fully sharded parameters are not supported yet"),
     ("use_flex_async_save=true;flex_async_save=false", "use_flex_async_save: true and flex_async_save: false"),
@@ -186,6 +202,7 @@ REFUSED = [
     ("sharding=[stage1]", "- sharding: ['stage1'] is none of stage1"),
     ("sharding=null", "- sharding: null is none of stage1, stage2, stage3, offload"),
     ("sharding=stage1 stage5", "- sharding: 'stage1 stage5' is none of"),
+    ("sharding=stage1 stage2", "- sharding: stage1 stage2 names 2 stages instead of one"),
     ("save_steps=-1;save_strategy=steps", "save_steps: -1 with save_strategy: steps"),
     ("lora_rank=0;lora=true", "- lora_rank: 0 is less than 1"),
     ("gradient_accumulation_steps=0;per_device_train_batch_size=0", "- per_device_train_batch_size: 0 is less than 1"),
@@ -360,6 +377,26 @@ def test_a_model_that_is_not_that_of_the_checkpoint_is_refused(tmp_path: Path) -
         assert fault(tmp_path, f"{may};do_train=true;overwrite_output_dir=true", model_name_or_path=model, **FULL) == ""
 
 
+def test_adapters_are_not_resumed_as_a_complete_model_nor_the_reverse(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "out/checkpoint-3", canonical())
+    named = f"do_train=true;resume_from_checkpoint={checkpoint};output_dir=HERE/other"
+    complete = "The checkpoint contains a complete model, and this run trains adapters (LoRA)."
+    adapters = "The checkpoint contains adapters (LoRA), and this run trains a complete model."
+    assert fault(tmp_path, named, **FULL) == ""
+    assert complete in fault(tmp_path, f"{named};fine_tuning=LORA", **FULL)
+    assert fault(tmp_path, f"{named};fine_tuning=LORA;do_train=false", **FULL) == ""
+    assert fault(tmp_path, f"{named};fine_tuning=LORA;overwrite_output_dir=true", **FULL).startswith(complete)
+    mapping = json.loads((checkpoint / "mapping.json").read_text())
+    mapping["model"]["adapters"] = {"r": 4, "alpha": 8.0}
+    (checkpoint / "mapping.json").write_text(json.dumps(mapping))
+    seal(checkpoint)
+    assert fault(tmp_path, f"{named};fine_tuning=LoRA", **FULL) == ""
+    for overrides in (named, "do_train=true"):
+        found = fault(tmp_path, overrides, **FULL)
+        assert found.startswith(adapters)
+        assert ("to start a new run" in found) == (overrides != named)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", own_families(), ids=lambda family: family.name)
 def test_the_model_of_a_checkpoint_of_any_family_is_recognised(tmp_path: Path, family: Family) -> None:
@@ -401,11 +438,44 @@ def test_a_configuration_is_needed_in_the_directory_of_a_model(tmp_path: Path) -
 def test_weights_are_needed_unless_the_run_starts_from_scratch(tmp_path: Path) -> None:
     model = Path(model_of(tmp_path / "model"))
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    assert "pytorch_model.bin" in fault(tmp_path, model_name_or_path=str(model), **FULL)
+    assert "pytorch_model.bin" in fault(tmp_path, model_name_or_path=str(model), **READS)
     (model / "pytorch_model.bin").unlink()
     for stage in ("stage=PT", "stage=VL-SFT"):
-        assert str(model) in fault(tmp_path, stage, model_name_or_path=str(model), **FULL)
-        assert fault(tmp_path, f"{stage};continue_training=false", model_name_or_path=str(model), **FULL) == ""
+        assert str(model) in fault(tmp_path, stage, model_name_or_path=str(model), **READS)
+        assert fault(tmp_path, stage, model_name_or_path=str(model), **FULL) == ""
+
+
+def test_weights_that_do_not_fit_their_configuration_are_refused(tmp_path: Path) -> None:
+    keys = {**SIZES, "fuse_rms_norm": False}
+    model = open_weights(tmp_path / "model", canonical(), keys)
+    named = {"model_name_or_path": str(model)}
+    resumed = f"resume_from_checkpoint={save(tmp_path / 'other/checkpoint-3', canonical(), config=SIZES)}"
+    assert fault(tmp_path, **named, **READS) == ""
+    for changes, text in (
+        ({"num_hidden_layers": 1}, "UNEXPECTED: stored, but read by no rank (9)"),
+        ({"num_hidden_layers": 3}, "MISSING: in the model, but not stored (9)"),
+        ({"intermediate_size": 48}, "model.layers.{0...1}.mlp.down_proj.weight: stored [16, 24], expected [16, 48]"),
+    ):
+        (model / "config.json").write_text(json.dumps({**keys, **changes}))
+        assert text in fault(tmp_path, **named, **READS)
+        assert fault(tmp_path, **named, **FULL) == ""
+        assert fault(tmp_path, "flex_checkpoint=false", **named, **READS) == ""
+    (model / "config.json").write_text(json.dumps(keys))
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert f"{weights} is truncated." in fault(tmp_path, **named, **READS)
+    assert fault(tmp_path, resumed, **named, **READS) == ""
+
+
+def test_weights_that_fit_with_a_setting_and_large_models_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {**SIZES, "fuse_rms_norm": False}
+    model = open_weights(tmp_path / "model", canonical(), {**keys, "num_hidden_layers": 3})
+    assert "MISSING" in fault(tmp_path, model_name_or_path=str(model), **READS)
+    assert fault(tmp_path, "num_hidden_layers=2", model_name_or_path=str(model), **READS) == ""
+    monkeypatch.setattr(start_checks, "_MOST_PLANNED", 20)
+    assert fault(tmp_path, model_name_or_path=str(model), **READS) == ""
 
 
 def test_a_class_that_needs_paddlefleet_is_refused_without_it(tmp_path: Path) -> None:

@@ -241,7 +241,8 @@ def test_the_overrides_for_a_resume_follow_from_the_keys(tmp_path: Path, on: Any
         ({"do_train": True, "overwrite_output_dir": True}, ("overwrite_output_dir=false",)),
         ({}, ("resume_from_checkpoint=true",)),
     ):
-        assert prepare(config(tmp_path, **keys), None, []).resume_overrides == added
+        path = config(tmp_path, fine_tuning="full", **keys)
+        assert prepare(path, None, []).resume_overrides == added
 
 
 @pytest.mark.parametrize("claim", [True, False])
