@@ -11,7 +11,6 @@ partitions once per stage. The cost of a rank is linear in its shards.
 
 from __future__ import annotations
 
-import ast
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -306,12 +305,12 @@ class _Pipeline:
     """The items of a pipeline in order, and their stages. Prediction layers follow the last norm; the head is last.
 
     Raises:
-        ValueError: the stages do not divide the layers.
+        ValueError: the stages do not divide the layers, or a key of the pipeline is invalid.
     """
 
     def __init__(self, family: Family, sizes: Sizes, config: Mapping[str, Any], grid: ParallelGrid) -> None:
         self._layers, self._stages = sizes.length("layers"), grid.pp
-        head, tail = (int(config.get(f"num_empty_layers_add_in_{end}") or 0) for end in ("head", "tail"))
+        head, tail = (_empty_layers(config, f"num_empty_layers_add_in_{end}") for end in ("head", "tail"))
         behind = sizes.length("mtp_layers") if any(one.name == "mtp" for one in family.numbers) else 0
         self._first_layer, self._norm = 1 + head, 1 + head + self._layers + tail
         is_layer = [False, *[True] * (self._norm - 1), False, *[False] * behind, False]
@@ -330,10 +329,20 @@ class _Pipeline:
         return (bisect_right(self._bounds, item) - 1) % self._stages
 
 
+def _empty_layers(config: Mapping[str, Any], key: str) -> int:
+    count = config.get(key) or 0
+    if type(count) is not int or count < 0:
+        raise ValueError(f"{key}={count!r} is not a number of layers")
+    return count
+
+
 def _bounds(method: str, is_layer: list[bool], grid: ParallelGrid) -> list[int]:
     parts, counted = grid.pp * grid.vpp, sum(is_layer)
     if method.startswith("["):
-        listed = [int(bound) for bound in ast.literal_eval(method)]
+        try:
+            listed = msgspec.json.decode(method, type=list[int])
+        except ValueError:
+            raise ValueError(f"pp_seg_method={method} is not a list of integers") from None
         bounds = [*listed, len(is_layer)] if len(listed) == parts else listed
         if len(bounds) != parts + 1 or bounds[0] or bounds[-1] != len(is_layer) or sorted(bounds) != bounds:
             raise ValueError(f"pp_seg_method={method} does not distribute {len(is_layer)} items to {parts} parts")

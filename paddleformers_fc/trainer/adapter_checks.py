@@ -8,6 +8,7 @@ Time: one pass over the layers of the model and one exchange. No tensor is read.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -100,6 +101,11 @@ def _faults(model: Any) -> Iterator[str]:
             "of one rank, and averages adapters of different experts; leave experts out of target_modules"
         )
     yield from _split_ties(model)
+    scaling = config.lora_alpha / (math.sqrt(config.r) if config.rslora else config.r)
+    for name, layer in layers:
+        if _is_of(layer, _SUPPORTED) and not math.isclose(getattr(layer, "scaling", scaling), scaling):
+            yield f"{name}: its scaling is {layer.scaling}, but lora_alpha and r give {scaling}"
+            break
     merged = [name for name, layer in layers if getattr(layer, "merged", False)]
     if merged:
         yield f"{merged[0]} is merged into its base; call unmerge() of the model"

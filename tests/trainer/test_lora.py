@@ -228,6 +228,7 @@ def test_adapters_that_upstream_cannot_describe_are_refused_by_name(tmp_path: Pa
     adapted = tiny.adapted(model, target_modules=[".*down_proj", "convolution", "other"])
     adapted.model.other = UnknownAdapter()
     adapted.model.model.layers[1].mlp.down_proj.merge()
+    adapted.model.model.layers[0].mlp.down_proj.scaling = 5.0
     adapted.quantized = adapted.lora_config.loraga = adapted.lora_config.do_qat = True
     text = refused(adapted)
     for fault in (
@@ -235,6 +236,7 @@ def test_adapters_that_upstream_cannot_describe_are_refused_by_name(tmp_path: Pa
         "do_qat: the quantization scales",
         "a quantized base",
         "model.layers.1.mlp.down_proj is merged into its base; call unmerge()",
+        "model.layers.0.mlp.down_proj: its scaling is 5.0, but lora_alpha and r give 2.0",
         "LoRAConv2D (convolution): ",
         "UnknownAdapter (other): unknown class of adapters",
     ):
