@@ -36,14 +36,16 @@ MODEL_TYPE = "model_type"
 ADAPTERS = "lora"
 """The prefix of adapter settings, which are not configuration keys."""
 
+_POSITIONS = "positions are encoded differently"
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "adapters have another rank, scaling or target, were trained on another base, or only one side has them": (
         ADAPTERS,
     ),
     "the class of the model": (MODEL_TYPE,),
-    "positions are encoded differently": (
+    _POSITIONS: (
         *("rope_*", "rotary*", "partial_rotary_factor", "no_rope*", "mrope*", "position_embedding_type"),
-        *("original_max_position_embeddings", "*_rope_theta", "use_alibi", "alibi"),
+        *("original_max_position_embeddings", "*_rope_theta", "use_alibi", "alibi", "tokens_per_second"),
+        *("indexer_rotary_interleaved", "csa_compress_rotary_base"),
     ),
     "layers apply another activation function": (
         *("*hidden_act", "hidden_activation", "activation", "activation_func*", "act_fn", "gated_linear_unit"),
@@ -60,6 +62,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("moe_gate*", "moe_use_hard_gate", "moe_use_aux_free", "use_routing_bias", "sinkhorn_*"),
         *("first_k_dense_replace", "moe_layer_freq", "decoder_sparse_step", "mlp_only_layers"),
         *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "moe_group_experts"),
+        *("moe_n_hash_layers", "moe_dense_experts_token_type_id"),
     ),
     "attention is computed differently": (
         *("query_pre_attn_scalar", "attention_multiplier", "softmax_scale", "softmax_type", "scale_qk_coeff"),
@@ -74,11 +77,13 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
             "multi_latent_attention",
         ),
         *("attention_window_size", "use_attn_sink*", "attn_scale*", "attention_scal*", "use_parallel_residual"),
+        *("index_topk", "csa_window_size", "csa_compress_ratios", "csa_dense_mode", "o_groups"),
         "parallel_attn",
     ),
     "embeddings, logits or residuals are scaled differently, or shared": (
         *("tie_word_embeddings", "embedding_multiplier", "logits_scaling", "logit_scale", "residual_multiplier"),
         *("scale_emb", "scale_depth", "dim_model_base", "embedding_scale", "use_embedding_scaling"),
+        *("deepstack_visual_indexes", "mhc_sinkhorn_iterations"),
     ),
 }
 """The changes that must be allowed: reasons, with their keys. ``*`` matches any text."""
@@ -122,6 +127,8 @@ _SAME = (
 """Keys under which configurations repeat one value."""
 
 _ROTARY = ("rope_parameters", "rope_scaling")
+_LENGTH, _SCALED_BY_LENGTH = "max_position_embeddings", ("dynamic", "longrope", "yarn")
+"""The key on which these kinds of rotary embeddings depend; others ignore it."""
 """Nested values that repeat keys of each other and of the configuration."""
 
 
@@ -173,6 +180,8 @@ def config_changes(stored: ModelDescription, live: ModelDescription, complete: b
     for (_, old, new), keys in groups.items():
         shortest = min(keys, key=lambda key: (key.count("."), key))
         because = next(filter(None, map(_because, sorted(keys))), "")
+        if shortest.endswith(_LENGTH) and (_is_scaled_by_length(saved) or _is_scaled_by_length(now)):
+            because = _POSITIONS
         changes.append(Change(shortest, old, new, frozenset(keys), because))
     return sorted(changes, key=lambda change: (not change.because, change.key))
 
@@ -382,6 +391,11 @@ def _because(key: str) -> str:
     if key in _OF_TRAINING or _matches(parts, _REPORTED_ONLY):
         return ""
     return next((because for because, patterns in GROUPS.items() if _matches(parts, patterns)), "")
+
+
+def _is_scaled_by_length(values: Mapping[str, Any]) -> bool:
+    kinds = [value for key, value in values.items() if key.rpartition(".")[2] in ("rope_type", "type")]
+    return any(kind in _SCALED_BY_LENGTH for kind in kinds)
 
 
 def _is_left_out(key: str) -> bool:

@@ -41,6 +41,7 @@ def refused(saved: dict[str, Any], now: dict[str, Any], *allowed: str) -> str:
         *((key, 1, 2) for key in ("scoring_func", "topk_method", "n_group", "topk_group", "routed_scaling_factor")),
         *((key, 1, 2) for key in ("query_pre_attn_scalar", "num_attention_heads", "linear_num_key_heads")),
         *((key, False, True) for key in ("use_qk_norm", "norm_topk_prob", "tie_word_embeddings")),
+        *((key, 1, 2) for key in ("index_topk", "csa_window_size", "tokens_per_second", "deepstack_visual_indexes")),
         *((key, None, 30.0) for key in ("sliding_window", "final_logit_softcapping", "embedding_multiplier")),
         ("rope_scaling", None, LINEAR),
         ("rope_parameters", {"rope_type": "default"}, LINEAR),
@@ -74,6 +75,12 @@ def test_every_other_change_is_listed_and_not_refused(key: str) -> None:
 )
 def test_layouts_versions_and_ways_of_computing_are_not_compared(key: str) -> None:
     assert changed({key: 1, "text_config": {key: 1}}, {key: 2, "text_config": {key: 2}}) == []
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
+def test_the_maximum_of_positions_must_be_allowed_to_change_where_the_rotary_embedding_depends_on_it(kind: str) -> None:
+    saved, now = ({"rope_scaling": {"rope_type": kind}, "max_position_embeddings": count} for count in (64, 4096))
+    assert "max_position_embeddings" in refused(saved, now)
 
 
 def test_values_with_the_same_meaning_are_no_change() -> None:
