@@ -74,7 +74,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     barrier = UpdateBarrier(lambda: _passes_change_weights(trainer))
     session = new_session(trainer, barrier, Saver(arguments.flex_async_save))
     session.check_optimizer()
-    weight_sources.identify_base(trainer.model, channel)
+    weight_sources.identify_base(trainer.model, channel, again=True)
     decay, url = float(arguments.flex_ema_decay), upload_url(arguments)
     if decay:
         parts = ema.KnownParts(trainer)

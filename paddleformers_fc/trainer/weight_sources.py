@@ -77,17 +77,18 @@ def forget(model: Any) -> None:
         delattr(model, _SOURCE)
 
 
-def identify_base(model: Any, channel: Channel) -> None:
+def identify_base(model: Any, channel: Channel, again: bool = False) -> None:
     """Set the fingerprint of a LoRA base model, unless it is set. Every rank must call.
 
     Args:
         model: any model, or a wrapper of it.
         channel: all ranks of the job.
+        again: whether to replace a fingerprint that is set: the base may have changed since.
     Raises:
         FlexError: the same on every rank: a file cannot be read, or the base cannot be mapped.
     """
     model = unwrap_model(model)
-    if not has_adapters(model) or hasattr(model, description.FINGERPRINT):
+    if not has_adapters(model) or (hasattr(model, description.FINGERPRINT) and not again):
         return
     files, location = _files(model, channel)
     if files:

@@ -173,11 +173,15 @@ def identify_bases(layout: MatrixLayout, bases: dict[str, str], recorded: dict[s
             file = Path(bases["replaced"], "model.safetensors")
             os.replace(shutil.copy(file, file.with_name("other")), file)
 
-    def found(name: str, change: Callable[[Any], object] = id) -> Any:
+    def found(name: str, change: Callable[[Any], object] = id, later: Callable[[Any], object] | None = None) -> Any:
         args = tiny.training_arguments(layout, str(output_dir), cls=FlexTrainingArguments, flex_checkpoint=True)
         model = from_files(bases[name], layout, args)
         change(model)
-        return fingerprint(tiny.trainer(tiny.adapted(model), args, cls=FlexTrainer).model)
+        trainer = tiny.trainer(tiny.adapted(model), args, cls=FlexTrainer)
+        if later is not None:
+            later(model)
+            trainer = tiny.trainer(trainer.model, args, cls=FlexTrainer)
+        return fingerprint(trainer.model)
 
     whole, hashed, other = (found(name) for name in ("recorded", "hashed", "other"))
     assert (whole.location, whole.files, whole.tensors) == (bases["recorded"], recorded, "")
@@ -188,6 +192,7 @@ def identify_bases(layout: MatrixLayout, bases: dict[str, str], recorded: dict[s
     told = ["its tensors have changed since.", "its files were replaced since."]
     assert warned == (told if os.environ["PADDLE_TRAINER_ID"] == "0" else [])
     assert changed.files == copied.files == {}
+    assert found("recorded", later=element).tensors == changed.tensors
     assert changed.tensors != copied.tensors != ""
 
 
