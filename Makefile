@@ -44,7 +44,7 @@ help:
 	@echo "make plan-pictures  the pictures of docs/plan.md, with Chromium"
 	@echo "make semi-auto  write docs/results/semi-auto.md: hybrid runs, and semi-automatic ones that resume them"
 	@echo "make mutants  300 random faults in the sources, one at a time: the share that the tests notice"
-	@echo "make soak     10,000 random mutations, 39,000 hostile documents, every instant at which a save can meet an accident"
+	@echo "make soak     10,000 random mutations, 30,000 hostile documents, every instant at which a save can meet an accident"
 	@echo "make bench    saving, loading and exporting, first and later calls beside other systems: docs/results/performance.md"
 	@echo "make bench-async  for how long training stands still for a save: docs/async.md"
 	@echo "make bench-mapping  binding and proving 100,000 tensors, beside stock's engine"
