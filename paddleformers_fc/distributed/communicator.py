@@ -42,8 +42,11 @@ DEFAULT_PATIENCE = 1800.0
 _CHECK_SECONDS = 5.0
 _STDERR = 2
 
-MAX_FINAL_WAIT_SECONDS = 5.0
-"""Maximum seconds that living ranks have to report themselves as present after a timeout."""
+MAX_FINAL_WAIT_SECONDS = _CHECK_SECONDS + 3.0
+"""Maximum seconds that living ranks have to report themselves as present after a timeout or a loss.
+
+A rank in a collective notices a loss in its next check. The server must not have ended by then.
+"""
 
 KEY_PREFIX = "flex"
 """Prefix of the store keys of a job's first channel."""
