@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import msgspec
 
@@ -46,10 +47,6 @@ class TensorSources(msgspec.Struct, frozen=True, eq=False, gc=False):
     names: tuple[str, ...]
 
 
-_Part = tuple[Template, int]
-"""A template, and the position of a source in it."""
-
-
 class TensorMapping(msgspec.Struct, frozen=True, eq=False, dict=True):
     """Box correspondences from source tensors to target tensors.
 
@@ -80,19 +77,20 @@ class TensorMapping(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def read(self) -> dict[str, TensorSources]:
         """The targets of every source that is read."""
-        groups: dict[str, list[tuple[str, _Part]]] = {}
+        # Target, template and place of every reader, flat: garbage collection takes longer with a tuple for each.
+        groups: dict[str, list[Any]] = {}
         for target, made in self.made.items():
             for place, source in enumerate(made.names):
-                groups.setdefault(source, []).append((target, (made.template, place)))
+                groups.setdefault(source, []).extend((target, made.template, place))
         templates: dict[tuple[object, ...], Template] = {}
         read: dict[str, TensorSources] = {}
         for source, group in groups.items():
-            targets, parts = zip(*group, strict=True)
             spec = self.sources.get(source)
-            key = (None if spec is None else spec.dtype, parts)
+            dtype = None if spec is None else spec.dtype
+            key = (dtype, *group[1::3], *group[2::3])
             if key not in templates:
-                templates[key] = inverted(parts, key[0])
-            read[source] = TensorSources(templates[key], targets)
+                templates[key] = inverted(list(zip(group[1::3], group[2::3], strict=True)), dtype)
+            read[source] = TensorSources(templates[key], tuple(group[::3]))
         return read
 
     @cached_property
