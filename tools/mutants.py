@@ -137,8 +137,8 @@ class TestsByLine:
     def tests_of(self, mutant: Mutant) -> tuple[list[str], float]:
         """Return tests that execute the mutant's line, at least one if there is any, and their seconds.
 
-        Tests that execute more of the file in less time go first. Every test file executes the lines outside of
-        functions, so their test functions are candidates one by one, those of the mutant's package before the others.
+        Tests that execute more of the file in less time go first. Lines outside of functions run at import in every
+        test file, so for them each test function is a candidate, and tests of the same package go first.
         """
         lines = self._lines.get(mutant.file, {})
         executed = Counter(name for names in lines.values() for name in names)

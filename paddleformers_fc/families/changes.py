@@ -127,9 +127,11 @@ _SAME = (
 """Keys under which configurations repeat one value."""
 
 _ROTARY = ("rope_parameters", "rope_scaling")
-_LENGTH, _SCALED_BY_LENGTH = "max_position_embeddings", ("dynamic", "longrope", "yarn")
-"""The key on which these kinds of rotary embeddings depend; others ignore it."""
 """Nested values that repeat keys of each other and of the configuration."""
+
+_LENGTH = "max_position_embeddings"
+_SCALED_BY_LENGTH = ("dynamic", "longrope", "yarn")
+"""Kinds of rotary embeddings that depend on :data:`_LENGTH`."""
 
 
 class Change(msgspec.Struct, frozen=True):

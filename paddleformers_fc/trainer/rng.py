@@ -1,8 +1,8 @@
 """Save and restore the random generators of a process as JSON.
 
-There are generators of Python, numpy and Paddle (device and CPU). Those of the hybrid-parallel tracker drive dropout
-under tensor parallelism. A Paddle generator is stored as its device number, seed, offset and engine
-state, without pickle. States are restored only if the number of ranks is unchanged.
+Python, numpy and Paddle (device and CPU) each have a generator, and the hybrid-parallel tracker has those that drive
+dropout under tensor parallelism. A Paddle generator is stored as its device number, seed, offset and engine state,
+without pickle. States are restored only if the number of ranks is unchanged.
 
 Size: about 30 kB per process.
 """

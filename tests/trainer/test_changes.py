@@ -1,4 +1,4 @@
-"""What differs between the run that saved a checkpoint and the one that resumes it: settings, precision, names."""
+"""A resume under other settings, in another precision or with other names than the saved run had."""
 
 from __future__ import annotations
 

@@ -324,7 +324,7 @@ def workflows(ranks: ForkServer, assets: Assets) -> Workflows:
 def resume_and_compare(workflows: Workflows, recipe: str, directory: Path, layout: dict[str, Any], **keys: Any) -> None:
     """Train six steps with data parallelism; resume at the third under a layout; compare losses and samples.
 
-    It is resumed in its own directory, where the last checkpoint is newer than the one that is named.
+    The run resumes in its own directory from an older checkpoint than the newest, by name.
     """
     whole = workflows.train(recipe, directory / "whole", **{**DP2, **keys})
     resume = {"resume_from_checkpoint": str(directory / "whole/checkpoint-3")}

@@ -233,7 +233,7 @@ DOCUMENTS = [
 
 
 def edited(checkpoint: Path, name: str, **values: Any) -> Path:
-    """Change keys of a document and compute all checksums again, that of the manifest included."""
+    """Change keys of a document and recompute all checksums, including the manifest's."""
     path = checkpoint / name
     document = json.loads(path.read_bytes()) | values
     if name == MANIFEST_NAME:

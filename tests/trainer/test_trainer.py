@@ -481,8 +481,8 @@ def test_the_loss_scaler_of_a_run_continues_where_it_was(layout: MatrixLayout, t
 def test_a_new_run_begins_with_the_weights_of_a_checkpoint(layout: MatrixLayout, tmp_path: Path) -> None:
     one_step = {"max_steps": 1, "save_steps": 1}
     trained(layout, tmp_path / "first", one_step)
-    anew = {**one_step, "learning_rate": 0.0, "ignore_load_lr_and_optim": True}
-    trained(layout, tmp_path / "new", anew, resume=tmp_path / "first/checkpoint-1")
+    restarted = {**one_step, "learning_rate": 0.0, "ignore_load_lr_and_optim": True}
+    trained(layout, tmp_path / "new", restarted, resume=tmp_path / "first/checkpoint-1")
     roles = ("model_state", "master_weight")
     first, new = (list(canonical_digests(tmp_path / one / "checkpoint-1", roles=roles)) for one in ("first", "new"))
     assert new == first

@@ -1,5 +1,5 @@
 """A longer proof: a run is saved after 50 steps, resumed under another layout, and trained for 200 steps more.
 
-The losses of the resumed runs are compared with those of the run that was not interrupted, at every step.
+At every step, the losses of the resumed runs are compared with the uninterrupted run's.
 ``python -m verification.long_run`` writes ``docs/results/long_run.md`` and its picture.
 """
