@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Annotated, Any
+from weakref import WeakSet
 
 import msgspec
 import numpy as np
@@ -199,6 +200,16 @@ def averaged_tensor(average: Any, part: TrainedPart, copied: HostPieces | None) 
     return AveragedTensor(slot_of(average.local_tensor).open().array(), values, part.first)
 
 
+_BARRIERS: WeakSet[UpdateBarrier] = WeakSet()
+"""The barriers of all Trainers of this process."""
+
+
+def finish_reads() -> None:
+    """Wait for all threads that read live tensors, before a load fills these outside of an update."""
+    for barrier in tuple(_BARRIERS):
+        barrier.finish()
+
+
 class UpdateBarrier:
     """Lets the next optimizer update wait for the reads of live tensors that have begun since the last update.
 
@@ -214,6 +225,7 @@ class UpdateBarrier:
         self.waited = 0.0
         self._passes_change_weights = passes_change_weights
         self._reads: list[Future[Any]] = []
+        _BARRIERS.add(self)
 
     def add(self, read: Future[Any]) -> None:
         """Let the next update wait for a read of live tensors.

@@ -129,6 +129,32 @@ def test_a_late_copy_is_that_of_the_saved_step(ranks: ForkServer, tmp_path: Path
     assert found[0] == found[1]
 
 
+@on_ranks(layout=SINGLE)
+def test_a_load_in_a_callback_waits_for_the_copy_of_a_save(tmp_path: Path) -> None:
+    import paddleformers_fc
+    from paddleformers_fc.execute.async_snapshot import SnapshotCopy
+    from paddleformers_fc.trainer import async_save
+    from paddleformers_fc.trainer.ema import UpdateBarrier
+
+    wanted = threading.Event()
+
+    def load(_: Any, state: Any, *__: Any, **___: Any) -> None:
+        if state.global_step == 2:
+            paddleformers_fc.load(tmp_path / "in/checkpoint-1", trainer.model)
+
+    flex_trainer(SINGLE, tmp_path / "in", EVERY_STEP).train()
+    precede(async_save, "prepare", lambda *_: wanted.clear())
+    precede(UpdateBarrier, "finish", lambda _: wanted.set())
+    precede(SnapshotCopy, "finish", lambda _: wanted.wait(LONG))
+    trainer = flex_trainer(
+        SINGLE, tmp_path / "beside", {**EVERY_STEP, **ASYNC}, callbacks=[callback(on_step_begin=load)]
+    )
+    trainer.train()
+    saved, expected = all_contents(tmp_path / "beside"), all_contents(tmp_path / "in")
+    assert saved["checkpoint-2"] == expected["checkpoint-2"]
+    assert saved["checkpoint-3"] != expected["checkpoint-3"]
+
+
 @on_ranks(1)
 def test_captured_documents_describe_their_step_whatever_changes_until_they_are_encoded(tmp_path: Path) -> None:
     import random
