@@ -82,7 +82,8 @@ def slowdown(rounds: int) -> tuple[float, float]:
     import paddle
     from paddle.distributed import ShardedWeight
 
-    from paddleformers_fc.trainer.ema import MovingAverage, TrainedPart, UpdateBarrier
+    from paddleformers_fc.trainer.ema import MovingAverage, TrainedPart
+    from paddleformers_fc.trainer.live_roles import UpdateBarrier
 
     shape = (ELEMENTS // TENSORS,)
     parts = {}

@@ -5,7 +5,7 @@ sharding stage 3. A sharding group thus shares work and memory. The source is th
 an average of 16-bit weights would stay constant. In a checkpoint the role is ``ema_state``.
 
 After a step a thread updates the averages during the next passes, because weights only change in optimizer updates.
-The next optimizer update waits until the weights are read (:class:`UpdateBarrier`). Device weights are first copied
+The next optimizer update waits until the weights are read (:class:`.UpdateBarrier`). Device weights are first copied
 into a host buffer. Ranks do not communicate in an update, so the next save raises its errors on all ranks.
 
 Memory: four bytes per averaged element, and the same again for weights on a device.
@@ -13,12 +13,10 @@ Memory: four bytes per averaged element, and the same again for weights on a dev
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any
-from weakref import WeakSet
 
 import msgspec
 import numpy as np
@@ -200,51 +198,6 @@ def averaged_tensor(average: Any, part: TrainedPart, copied: HostPieces | None) 
     return AveragedTensor(slot_of(average.local_tensor).open().array(), values, part.first)
 
 
-_BARRIERS: WeakSet[UpdateBarrier] = WeakSet()
-"""The barriers of all Trainers of this process."""
-
-
-def finish_reads() -> None:
-    """Wait for all threads that read live tensors, before a load fills these outside of an update."""
-    for barrier in tuple(_BARRIERS):
-        barrier.finish()
-
-
-class UpdateBarrier:
-    """Lets the next optimizer update wait for the reads of live tensors that have begun since the last update.
-
-    Args:
-        passes_change_weights: returns whether forward passes change tensors that are read, as the overlapped broadcast
-            of parameters does. If so, :meth:`add` waits for each read.
-
-    Attributes:
-        waited: seconds for which the training thread has waited.
-    """
-
-    def __init__(self, passes_change_weights: Callable[[], bool]) -> None:
-        self.waited = 0.0
-        self._passes_change_weights = passes_change_weights
-        self._reads: list[Future[Any]] = []
-        _BARRIERS.add(self)
-
-    def add(self, read: Future[Any]) -> None:
-        """Let the next update wait for a read of live tensors.
-
-        Args:
-            read: a future that is done when the live tensors have been read; its exception is ignored here.
-        """
-        self._reads.append(read)
-        if self._passes_change_weights():
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait for all reads."""
-        started = time.monotonic()
-        wait(self._reads)
-        self._reads.clear()
-        self.waited += time.monotonic() - started
-
-
 _COUNT = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
@@ -282,7 +235,7 @@ class MovingAverage:
         decay: float,
         interval: int,
         parts: Callable[[], Mapping[str, TrainedPart]],
-        update_barrier: UpdateBarrier,
+        update_barrier: live_roles.UpdateBarrier,
     ) -> None:
         self._decay, self._interval = decay, interval
         self._parts, self._update_barrier = parts, update_barrier

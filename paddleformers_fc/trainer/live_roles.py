@@ -8,15 +8,20 @@ buffers and gives each rank along the axis ``dp`` an equal range. The optimizer 
 the names and lengths of buffers. Here a parameter or state is a range of a buffer, like a flattened shard under
 sharding stage 1.
 
+:class:`UpdateBarrier` lets updates and loads wait for threads that read live tensors.
+
 Time and memory: a view and a description per parameter and state; no copies and no communication.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, wait
 from functools import cached_property
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import paddle
 import paddle.distributed as dist
@@ -144,6 +149,51 @@ def wait_for_weights(args: Any = None) -> None:
     """
     if receives_in_passes(args) or not paddle.device.get_device().startswith("cpu"):
         paddle.device.synchronize()
+
+
+_BARRIERS: WeakSet[UpdateBarrier] = WeakSet()
+"""The barriers of all Trainers of this process."""
+
+
+def finish_reads() -> None:
+    """Wait for all threads that read live tensors, before a load fills these outside of an update."""
+    for barrier in tuple(_BARRIERS):
+        barrier.finish()
+
+
+class UpdateBarrier:
+    """Lets the next optimizer update wait for the reads of live tensors that have begun since the last update.
+
+    Args:
+        passes_change_weights: returns whether forward passes change tensors that are read, as the overlapped broadcast
+            of parameters does. If so, :meth:`add` waits for each read.
+
+    Attributes:
+        waited: seconds for which the training thread has waited.
+    """
+
+    def __init__(self, passes_change_weights: Callable[[], bool]) -> None:
+        self.waited = 0.0
+        self._passes_change_weights = passes_change_weights
+        self._reads: list[Future[Any]] = []
+        _BARRIERS.add(self)
+
+    def add(self, read: Future[Any]) -> None:
+        """Let the next update wait for a read of live tensors.
+
+        Args:
+            read: a future that is done when the live tensors have been read; its exception is ignored here.
+        """
+        self._reads.append(read)
+        if self._passes_change_weights():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for all reads."""
+        started = time.monotonic()
+        wait(self._reads)
+        self._reads.clear()
+        self.waited += time.monotonic() - started
 
 
 def model_roles(model: Any) -> LiveRoles:

@@ -44,7 +44,7 @@ from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import rate_text, size_text
 from paddleformers_fc.trainer import description, live_roles, optimizers, streaming
 from paddleformers_fc.trainer.documents import TokenizerFiles, TrainingProgress
-from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
+from paddleformers_fc.trainer.ema import MovingAverage
 from paddleformers_fc.trainer.library import LOAD_METHOD, PREFIX_CHECKPOINT_DIR, ShardingOption, TrainerCallback, logger
 from paddleformers_fc.trainer.optimizers import drop_prefetched
 from paddleformers_fc.trainer.options import FIELD_NAMES, is_active
@@ -358,7 +358,7 @@ class Session:
     trainer: Any
     figures: ReportFigures
     position: PositionTracker
-    barrier: UpdateBarrier
+    barrier: live_roles.UpdateBarrier
     agreement: StepAgreement
     saver: Saver
     average: MovingAverage | None = None
@@ -441,7 +441,7 @@ def channel_of(args: Any) -> Channel:
     return job_communicator(args.flex_timeout)
 
 
-def new_session(trainer: Any, barrier: UpdateBarrier, saver: Saver) -> Session:
+def new_session(trainer: Any, barrier: live_roles.UpdateBarrier, saver: Saver) -> Session:
     """Return a new session for a Trainer."""
     channel = channel_of(trainer.args)
     agreement = StepAgreement(channel, channel.liveness if isinstance(channel, Communicator) else None)

@@ -35,7 +35,6 @@ from paddleformers_fc.trainer import (
 )
 from paddleformers_fc.trainer.async_save import Saver
 from paddleformers_fc.trainer.description import describe_model
-from paddleformers_fc.trainer.ema import UpdateBarrier
 from paddleformers_fc.trainer.library import LoRAModel, PretrainedModel, logger
 from paddleformers_fc.trainer.options import FlexFields, is_active, local_dir, upload_url, without_effect
 from paddleformers_fc.trainer.save import save_pretrained
@@ -71,7 +70,7 @@ def init_trainer(trainer: Any, native: Native, *args: Any, **kwargs: Any) -> Non
     own_statements.adopt_statements(trainer.model, channel)
     run_on_all(channel, "checking the model", lambda: _check_model(trainer))
     adapter_checks.check_trained(trainer.model, channel)
-    barrier = UpdateBarrier(lambda: _passes_change_weights(trainer))
+    barrier = live_roles.UpdateBarrier(lambda: _passes_change_weights(trainer))
     session = new_session(trainer, barrier, Saver(arguments.flex_async_save))
     session.check_optimizer()
     weight_sources.identify_base(trainer.model, channel, again=True)

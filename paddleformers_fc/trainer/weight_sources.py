@@ -36,7 +36,7 @@ from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.storage.identities import Identities, identities_of, stored_identities
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import count_text, fold
-from paddleformers_fc.trainer import description, dist_tensors, ema, library, live_roles, optimizers
+from paddleformers_fc.trainer import description, dist_tensors, library, live_roles, optimizers
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.library import has_adapters, unwrap_model
 
@@ -159,7 +159,7 @@ def mark_undefined_until_loaded(model: Any, directory: AnyPath) -> Iterator[None
         model: the ``paddle.nn.Layer`` without wrappers, or a state dict.
         directory: the source, for the error.
     """
-    ema.finish_reads()
+    live_roles.finish_reads()
     marked = list(_markable(model))
     for one in marked:
         setattr(one, _UNDEFINED, str(directory))

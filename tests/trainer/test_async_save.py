@@ -67,7 +67,8 @@ def with_late_copies(job: str, **settings: Any) -> Any:
     """
     from paddleformers_fc.execute.async_snapshot import SnapshotCopy
     from paddleformers_fc.trainer import async_save
-    from paddleformers_fc.trainer.ema import MovingAverage, UpdateBarrier
+    from paddleformers_fc.trainer.ema import MovingAverage
+    from paddleformers_fc.trainer.live_roles import UpdateBarrier
     from paddleformers_fc.trainer.session import LoopEvents
 
     wanted, average_wanted, updated = threading.Event(), threading.Event(), threading.Event()
@@ -134,7 +135,7 @@ def test_a_load_in_a_callback_waits_for_the_copy_of_a_save(tmp_path: Path) -> No
     import paddleformers_fc
     from paddleformers_fc.execute.async_snapshot import SnapshotCopy
     from paddleformers_fc.trainer import async_save
-    from paddleformers_fc.trainer.ema import UpdateBarrier
+    from paddleformers_fc.trainer.live_roles import UpdateBarrier
 
     wanted = threading.Event()
 

@@ -17,7 +17,7 @@ import pytest
 import paddleformers_fc
 from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.storage.block_checksums import digest_of
-from paddleformers_fc.trainer.ema import UpdateBarrier
+from paddleformers_fc.trainer.live_roles import UpdateBarrier
 from tests.cli.support import md5_of
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.patching import precede
