@@ -271,6 +271,7 @@ def save(
     def prepare() -> tuple[RankTensors, _SaveInput]:
         source, described = described_source(model, optimizer, family, config, mapping)
         weight_sources.check_defined(source.model)
+        weight_sources.check_base(source.model)
         roles = source.roles()
         if not isinstance(source, StateDict):  # A state dict may contain copies of tied tensors.
             check_ties(roles[MODEL_STATE], described)

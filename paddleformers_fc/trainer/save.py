@@ -115,6 +115,7 @@ def prepare(session: Session, metrics: dict[str, float] | None, tier: Tier) -> P
 
     def described() -> LivePart:
         weight_sources.check_defined(trainer.model)
+        weight_sources.check_base(trainer.model)
         if session.run.ran:
             check_own_loop(session)
         if tier.is_local:

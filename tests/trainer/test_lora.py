@@ -24,7 +24,7 @@ from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import EP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.trainer import peft_files
 from tests.trainer.export_jobs import weights_of
-from tests.trainer.jobs import few_samples, flex_trainer, logged, weights_of as tensors_of
+from tests.trainer.jobs import callback, few_samples, flex_trainer, logged, weights_of as tensors_of
 from tests.trainer.lora_jobs import fingerprint, from_files, run_saving_what_was_loaded, trainer_of
 from tools.peft_fixtures import inputs
 from verification.digests import canonical_digests
@@ -207,6 +207,34 @@ def test_the_files_of_a_base_identify_it_unless_they_do_not_contain_it(ranks: Fo
     bases = {name: str(path) for name, path in {**copies, "recorded": base}.items()}
     given = {"layout": TP2, "bases": bases, "recorded": recorded, "output_dir": tmp_path / "out"}
     run_on_ranks(ranks, 2, identify_bases, **given)
+
+
+@pytest.mark.parametrize("layout", [TP2, SD2S3], ids=str)
+def test_a_save_is_refused_once_a_rank_has_changed_the_base(
+    ranks: ForkServer, tmp_path: Path, layout: MatrixLayout
+) -> None:
+    run_on_ranks(ranks, 2, change_the_base, layout=layout, output_dir=tmp_path)
+
+
+def change_the_base(layout: MatrixLayout, output_dir: Path) -> None:
+    """The base is changed by rank 1 after the first save, as merged adapters would change it."""
+    import paddle
+
+    def change(_: Any, state: Any, *__: Any, **___: Any) -> None:
+        if state.global_step == 1 and paddle.distributed.get_rank() == 1:
+            weight = trainer.model.model.model.layers[1].mlp.down_proj.weight
+            sliced = getattr(weight, "fw_storage", None)
+            stored = weight if sliced is None else sliced
+            stored.set_value(stored + 1)
+
+    arguments = {"max_steps": 3, "save_steps": 1}
+    trainer = trainer_of(layout, output_dir, arguments, callbacks=[callback(on_step_begin=change)])
+    with pytest.raises(MismatchError, match="The base of the adapters has changed: 1 tensor") as refused:
+        trainer.train()
+    assert "model.layers.1.mlp.down_proj.weight" in refused.value.render()
+    assert [path.name for path in output_dir.glob("checkpoint-*")] == ["checkpoint-1"]
+    with pytest.raises(MismatchError, match="The base of the adapters has changed"):
+        paddleformers_fc.save(output_dir / "checkpoint-9", trainer.model)
 
 
 @on_ranks(layout=SINGLE)
