@@ -380,7 +380,7 @@ def test_damaged_and_empty_checkpoints_are_skipped_with_the_reason(tmp_path: Pat
     assert found == tmp_path / "checkpoint-1"
     assert [path.name for path, _ in skipped] == ["checkpoint-5", "checkpoint-4", "checkpoint-3", "checkpoint-2"]
     expected = ["has no flex_checkpoint.json", "flex_checkpoint.json is not valid", "2 of 12 bytes"]
-    assert all(reason in why for (_, why), reason in zip(skipped, expected, strict=False))
+    assert all(reason in why for (_, why), reason in zip(skipped[:3], expected, strict=True))
     assert skipped[-1][1] == f"checkpoint-2 is damaged: 1 fault found: {WEIGHTS} is missing", "without its whole path"
 
 
