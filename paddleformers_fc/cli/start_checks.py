@@ -198,9 +198,13 @@ def _missing_paths(settings: Mapping[str, Any]) -> Iterator[str]:
         named.extend((f"{kind}_path", path.partition("#")[0]) for path in paths)
     for key, text in named:
         path = Path(expand_user(text))
-        if _is_local(text, PurePath(str(output_dir))) and not exists(path):
-            meant = "".join(f" in {path.parent}; {line}" for line in similar_entry(path))
-            yield f"{key}: {text} does not exist{meant}"
+        if not text or exists(path):
+            continue
+        similar = similar_entry(path)
+        # Models on a hub have a name in two parts.
+        is_misspelt = key == _PATH and "/" not in text and bool(similar)
+        if is_misspelt or _is_local(text, PurePath(str(output_dir))):
+            yield f"{key}: {text} does not exist" + "".join(f" in {path.parent}; {line}" for line in similar)
 
 
 def _listed(value: Any) -> list[str]:

@@ -162,7 +162,8 @@ def no_family(checkpoint: str) -> MappingError:
         f"{checkpoint} was saved without a family.",
         where=checkpoint,
         evidence=["its configuration has no model_type: its tensors are mapped by name, or by rules of the caller"],
-        next_step="Load it with paddleformers_fc.load and its arguments family and config, then save the model again.",
+        next_step="Load it with paddleformers_fc.load and its arguments family and config, then save the model again. "
+        "A model that no family declares cannot be planned.",
     )
 
 

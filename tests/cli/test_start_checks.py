@@ -188,6 +188,7 @@ REFUSED = [
     ("use_flex_async_save=true;flex_async_save=false", "use_flex_async_save: true and flex_async_save: false"),
     (f"model_name_or_path=/{'long' * 100}", "does not exist"),
     ("model_name_or_path=./nowhere", "model_name_or_path: ./nowhere does not exist"),
+    ("model_name_or_path=recipe", "model_name_or_path: recipe does not exist in .; did you mean recipes?"),
     ("model_name_or_path=./recipe", "model_name_or_path: ./recipe does not exist in .; did you mean recipes?"),
     ("model_name_or_path=runs/nothing;output_dir=./runs/first", "- model_name_or_path: runs/nothing"),
     ("train_dataset_path=/dev/null,/nowhere/a.jsonl#7", "- train_dataset_path: /nowhere/a.jsonl does not exist"),
