@@ -28,6 +28,7 @@ from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 
+import pytest
 from coverage import Coverage
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +37,8 @@ SEED, COUNT, WORKERS = 1, 300, 2
 BUDGET = 60.0
 """Seconds that the tests of a mutant may take without it."""
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--sample", "--hypothesis-seed=0"]
+CONTEXTS = ["-p", "tools.mutants"]
+"""This file as a plugin of pytest. Coverage can find tests by itself, but looks for one at each call in every rank."""
 PAIRS = (
     *((ast.Eq, ast.NotEq), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.In, ast.NotIn), (ast.Is, ast.IsNot)),
     *((ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv)),
@@ -94,6 +97,11 @@ def mutants_of(file: Path) -> Iterator[Mutant]:
         yield Mutant(str(file.relative_to(ROOT)), node.lineno, start, stop, text)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Record the lines from here on as those of a test; ranks record theirs as those of its file."""
+    Coverage.current().switch_context(item.nodeid.partition("[")[0])
+
+
 def cover(file: str, place: Path) -> None:
     """Run a test file under coverage and keep its data, and the seconds of each of its test functions, in ``place``."""
     data = place / "data"
@@ -102,7 +110,7 @@ def cover(file: str, place: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     measured = ["-m", "coverage", "run", f"--data-file={data}", f"--context={file}"]
-    command = [sys.executable, *measured, *PYTEST, f"--junitxml={place / 'seconds.xml'}", file]
+    command = [sys.executable, *measured, *PYTEST, *CONTEXTS, f"--junitxml={place / 'seconds.xml'}", file]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if ended.returncode == 0:
         Coverage(data_file=str(data)).combine([str(place)])
@@ -130,8 +138,7 @@ class TestsByLine:
             lines = self._lines.setdefault(str(Path(source).relative_to(ROOT)), {})
             for line, contexts in covered.get_data().contexts_by_lineno(source).items():
                 for context in contexts:
-                    _, _, function = context.partition("|")
-                    name = f"{file}::{function.rpartition('.')[2]}"
+                    name = context.rpartition("|")[2]
                     lines.setdefault(line, set()).add(name if name in self._seconds else file)
 
     def tests_of(self, mutant: Mutant) -> tuple[list[str], float]:
