@@ -444,11 +444,11 @@ def _with_copies(session: Session, named: bool, checkpoint: OpenedCheckpoint) ->
 
 
 def _choice_of(session: Session, path: str) -> resume.Choice:
-    """Return the choice for a path that PaddleFormers passes on."""
+    """Return the choice for a path that PaddleFormers passes on, or a script that calls the method itself."""
     chosen = session.run.chosen
     if chosen is not None and path == str(chosen.path):
         return chosen
-    return resume.Choice(parse_path(path), named=chosen is not None and chosen.named)
+    return resume.Choice(parse_path(path), named=True)
 
 
 def _check_progress(session: Session, progress: documents.TrainingProgress, directory: AnyPath) -> None:

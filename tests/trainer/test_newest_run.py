@@ -125,6 +125,15 @@ def test_a_checkpoint_that_lacks_tensors_of_a_damaged_one_is_refused(
 
 
 @on_ranks(1)
+def test_a_script_that_loads_a_damaged_checkpoint_gets_no_older_one(run: Path) -> None:
+    damage(run / "checkpoint-3", WEIGHTS)
+    trainer = flex_trainer(SINGLE, run, {"max_steps": 3})
+    trainer.create_optimizer_and_scheduler(3)
+    with pytest.raises(Corrupt):
+        trainer._load_flex_checkpoint(str(run / "checkpoint-3"))
+
+
+@on_ranks(1)
 def test_an_undefined_model_is_neither_trained_nor_saved(saved: Path, run: Path) -> None:
     damage(run / "checkpoint-2", WEIGHTS)
     trainer = flex_trainer(SINGLE, run / "out", {"max_steps": 3, "save_steps": 100})
