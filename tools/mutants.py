@@ -186,7 +186,7 @@ def judge(mutant: Mutant, tests: list[str], seconds: float, tree: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, *PYTEST, "-x", f"--basetemp={tree.with_suffix('.tmp')}", *tests]
     try:
-        ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=120 + 20 * seconds)
+        ended = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=120 + 5 * seconds)
     except subprocess.TimeoutExpired:
         return "noticed"
     finally:
