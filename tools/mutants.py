@@ -98,7 +98,7 @@ def mutants_of(file: Path) -> Iterator[Mutant]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Record the lines from here on as those of a test; ranks record theirs as those of its file."""
+    """Record the lines from here on as those of a test, as forked ranks do (``verification/forkserver.py``)."""
     Coverage.current().switch_context(item.nodeid.partition("[")[0])
 
 

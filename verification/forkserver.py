@@ -153,7 +153,8 @@ class ForkServer:
         directory = self._root / f"job-{next(self._numbers):05d}"
         directory.mkdir()
         timeout = self._patience if timeout is None else timeout
-        request = _Request(job, nproc, dict(kwargs or {}), timeout, self._grace, str(directory))
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" (")[0].partition("[")[0]
+        request = _Request(job, nproc, dict(kwargs or {}), timeout, self._grace, str(directory), test)
         self._ask(json.dumps(asdict(request)).encode() + b"\n")
         try:
             answer = self._answer(timeout + self._patience)
@@ -266,6 +267,7 @@ class _Request:
     timeout: float
     grace: float
     directory: str
+    test: str
 
 
 class _ForkedRank:
@@ -342,6 +344,7 @@ class _Server:
         for descriptor in (log, nothing, self._requests, self._answers, self._lifeline_write):
             os.close(descriptor)
         os.environ.update(environment)
+        _name_covered_lines(request.test)
         _begin_openmp()
         ranks.prepare_rank(self._lifeline_read)
         _forget_parallel_environment()
@@ -351,6 +354,14 @@ def _lead_own_group(pid: int) -> None:
     """Set the process group in parent and child, because either may run first."""
     with suppress(PermissionError, ProcessLookupError):  # The child has already done it, or has already ended.
         os.setpgid(pid, pid)
+
+
+def _name_covered_lines(test: str) -> None:
+    """Record the lines that this rank executes as those of a test, if coverage is measured."""
+    coverage = sys.modules.get("coverage")
+    covered = None if coverage is None else coverage.Coverage.current()
+    if covered is not None:
+        covered.switch_context(test)
 
 
 def _begin_openmp() -> None:
