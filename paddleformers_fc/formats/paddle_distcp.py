@@ -386,10 +386,13 @@ def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> Op
         if role == MODEL_STATE:
             for shard, *_ in own:
                 cuts[shard.name] = tuple(map(max, shard.cuts, cuts.get(shard.name, shard.cuts)))
+    states = ((role, shard.name) for (role, *_), own in shards.items() if role != MODEL_STATE for shard, *_ in own)
+    unknown = dict.fromkeys(one for one in states if parameter_of(*one) not in cuts)
+    faults = [f"{role}: {name} belongs to no stored weight" for role, name in unknown] if cuts else []
     paths = {path for own in shards.values() for _, path, _, _ in own}
     identities = identities_of(directory / path for path in sorted(paths))
     stored_config = stock.read_stock_config(directory, config)
-    return stock.open_stock(format, directory, shards, identities, (), stored_config, cuts)
+    return stock.open_stock(format, directory, shards, identities, faults, stored_config, cuts)
 
 
 PADDLE_DISTCP = Format(
