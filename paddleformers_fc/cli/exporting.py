@@ -13,7 +13,7 @@ from paddleformers_fc import output
 from paddleformers_fc.formats.registry import FORMATS, conversion_target
 from paddleformers_fc.layout.roles import MASTER_WEIGHT, MODEL_STATE
 from paddleformers_fc.storage.paths import AnyPath
-from paddleformers_fc.text import count_text, size_text
+from paddleformers_fc.text import count_text, fold, natural, size_text
 
 
 class ExportedFile(msgspec.Struct, frozen=True):
@@ -121,6 +121,7 @@ class Converted(msgspec.Struct, frozen=True):
         roles: number of tensors by role.
         files: the files that contain tensors.
         bytes: size of these tensors.
+        dropped: the tensors of open weights that were not written, because the model does not have them.
         seconds: duration.
     """
 
@@ -132,6 +133,7 @@ class Converted(msgspec.Struct, frozen=True):
     roles: dict[str, int]
     files: list[ExportedFile]
     bytes: int
+    dropped: list[str]
     seconds: float
 
 
@@ -165,16 +167,21 @@ def convert(
         roles=report.roles,
         files=[ExportedFile(name, size) for name, size in report.files.items()],
         bytes=report.bytes,
+        dropped=sorted(report.dropped, key=natural),
         seconds=round(time.monotonic() - started, 3),
     )
 
 
 def show_converted(found: Converted, console: output.Console) -> None:
-    """Print a line per file, the roles, and the total."""
+    """Print a line per file, the roles, the dropped tensors, and the total."""
     console.print(found.path, style="bold")
     console.print(file_table(found.files))
     for role, tensors in found.roles.items():
         console.print(f"{role}: {count_text(tensors, 'tensor')}")
+    if found.dropped:
+        console.print(f"dropped, because the model does not have them: {count_text(len(found.dropped), 'tensor')}")
+    for line in fold(found.dropped):
+        console.print(f"  {line}", soft_wrap=True)
     titles = {one.name: one.title for one in FORMATS}
     formats = f"{titles[found.source_format]} to {titles[found.format]}"
     what = f"{formats}, {size_text(found.bytes)}, {found.seconds:.2f} s"

@@ -153,6 +153,7 @@ class ExportReport:
         bytes: total bytes of the tensors.
         roles: number of tensors by role; a tensor in several parts counts once.
         md5: the md5 of names and bytes, if it was requested; see :func:`.digest.weights_md5`.
+        dropped: the tensors of open weights that a conversion did not write, because the model does not have them.
     """
 
     directory: AnyPath
@@ -161,6 +162,7 @@ class ExportReport:
     bytes: int
     roles: dict[str, int]
     md5: str = ""
+    dropped: tuple[str, ...] = ()
 
     def digests(self) -> dict[str, str]:
         """Read every weight file and return its digest (:func:`.digest_of`), which is equal for equal content.
@@ -230,7 +232,7 @@ def export_opened(
         hasher = TensorHasher() if md5 else None
         written = write_files(plan, staged, hasher)
         finish_export(staged, checkpoint, plan.files, documents, written)
-    report = report_of(target, plan.files, written)
+    report = replace(report_of(target, plan.files, written), dropped=_dropped(checkpoint, plan.source))
     return report if hasher is None else replace(report, md5=weights_md5(hasher.digests))
 
 
@@ -391,6 +393,12 @@ def check_no_overlap(source: AnyPath, target: AnyPath) -> None:
             evidence=[f"the source is {source}"],
             next_step="Name a directory outside of the source.",
         )
+
+
+def _dropped(checkpoint: OpenedCheckpoint, source: ReadSource) -> tuple[str, ...]:
+    """Return the tensors of open weights that the converted model does not have, such as prediction layers."""
+    stored = source.catalog.roles[MODEL_STATE] if checkpoint.format.canonical else ()
+    return tuple(name for name in stored if name not in source.mapping.readers and name not in source.stored_aliases)
 
 
 def _check_copies_equal(plan: ExportPlan) -> None:

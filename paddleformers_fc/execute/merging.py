@@ -1,8 +1,8 @@
 """Merge adapters into their base during an export: ``weight + lora_B @ lora_A * scaling``.
 
-Each piece of a weight is computed in float32 and cast once to the dtype of the base, so that a merged model does not
-depend on the layout that trained the adapters. Base tensors that were trained directly are replaced. Memory: the
-adapters in float32, and the replaced tensors.
+Weights are computed in float32, in blocks of rows, and cast once to the dtype of the base, so that a merged model
+depends neither on the layout that trained the adapters nor on the pieces in which it is written. Base tensors that were
+trained directly are replaced. Memory: the adapters in float32, and the replaced tensors.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from paddleformers_fc.formats.huggingface import check_orientation
 from paddleformers_fc.layout.roles import MODEL_STATE
 from paddleformers_fc.plan.sources import canonical_layout, canonical_source
 from paddleformers_fc.storage.block_checksums import digest_of
+from paddleformers_fc.storage.dtypes import copy_cast
 from paddleformers_fc.storage.paths import AnyPath
 from paddleformers_fc.text import fold
 
@@ -32,6 +33,8 @@ Array = np.ndarray[Any, Any]
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 """Dtypes of a base that is not quantized."""
+_ROWS = 16
+"""Rows of a change that are multiplied at a time. The last bits of a product depend on the number of its rows."""
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -64,16 +67,18 @@ class Merge(msgspec.Struct, frozen=True):
             name: the tensor.
             begin: index of the first element.
             values: the elements, in the dtype of the base.
+        Raises:
+            MismatchError: a finite number would become infinite in float16.
         """
         if name in self.trained:
-            values[:] = self.trained[name][begin : begin + values.size]
+            copy_cast(values, self.trained[name][begin : begin + values.size], Path(name))
         delta = self.deltas.get(name)
         if delta is not None and values.size:
             width = delta.inputs.shape[1]
-            first, last = begin // width, -(-(begin + values.size) // width)
-            rows: Array = delta.outputs[first:last] @ delta.inputs
-            change = rows.reshape(-1)[begin - first * width :][: values.size]
-            values[:] = (values.astype(np.float32) + change).astype(values.dtype)
+            first, last = begin // width // _ROWS * _ROWS, -(-(begin + values.size) // width)
+            rows = [delta.outputs[low : low + _ROWS] @ delta.inputs for low in range(first, last, _ROWS)]
+            change = np.concatenate(rows).reshape(-1)[begin - first * width :][: values.size]
+            copy_cast(values, values.astype(np.float32) + change, Path(name))
 
 
 def read_merge(checkpoint: OpenedCheckpoint, base: OpenedCheckpoint) -> Merge:

@@ -391,7 +391,10 @@ def indexed_files(index: AnyPath, checksums: FileChecksums | None) -> dict[str, 
     missing = sorted(name for name, found in zip(files, there, strict=True) if not found)
     if missing:
         what = f"{count_text(len(missing), 'file')} of the index cannot be found."
-        raise damaged(index, what, missing, "Download the missing files; nothing was loaded.")
+        next_step = "Download the missing files; nothing was loaded."
+        if index.name == INDEX_NAME and exists(index.parent / SINGLE_NAME):
+            next_step = f"Download the missing files; or delete the index if {SINGLE_NAME} contains the model."
+        raise damaged(index, what, missing, next_step)
     return files
 
 
@@ -522,6 +525,8 @@ def _verify(format: Format, directory: AnyPath, level: str, checks: CheckList) -
     with checks.required("tensors"):
         opened = open_huggingface(directory, "size" if compared else "off")
     checks.passed("tensors", f"{count_text(opened.catalog.count, 'tensor')}, each in the file that the index lists")
+    if exists(directory / SINGLE_NAME) and SINGLE_NAME not in opened.files:
+        checks.impossible.append(f"{SINGLE_NAME}: not in the index, and Transformers reads it instead of the index")
     return opened
 
 

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
+from paddleformers_fc.errors import OptionError
 from paddleformers_fc.families.stated import model_ties
 from paddleformers_fc.formats import stock_checkpoint as stock
 from paddleformers_fc.formats.catalog import damaged
@@ -68,7 +69,7 @@ from paddleformers_fc.storage.pickles import (
     read_pickle,
 )
 from paddleformers_fc.storage.safetensors import FileLayout, read_header
-from paddleformers_fc.text import count_text
+from paddleformers_fc.text import count_text, fold
 
 _METADATA = re.compile(r"[0-9]{1,9}\.metadata")
 _DATA = re.compile(r"[0-9]{1,9}_[0-9]{1,9}\.(distcp|safetensors)")
@@ -225,6 +226,7 @@ def _rules(checkpoint: OpenedCheckpoint) -> RuleSet:
 def _files(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: int) -> tuple[OutputFile, ...]:
     """Divide the tensors of the three roles into files. Their names begin with a rank, but any rank can read them."""
     rules = _rules(checkpoint)
+    _check_dtypes(checkpoint, layout)
     copies: dict[str, list[str]] = {}
     for tie in rules.ties:
         copies.setdefault(tie.owner, [tie.owner]).append(tie.alias)
@@ -242,6 +244,23 @@ def _files(checkpoint: OpenedCheckpoint, layout: ShardsByRole, max_file_bytes: i
             ordered = tuple(sorted(group, key=lambda one: -dtype_size(one.dtype)))
             found.append(OutputFile(f"{role}/{number}_0.distcp", role, ordered))
     return tuple(found)
+
+
+def _check_dtypes(checkpoint: OpenedCheckpoint, layout: ShardsByRole) -> None:
+    """Check that the format has the dtypes of all tensors.
+
+    Raises:
+        OptionError: it lacks some of them.
+    """
+    tensors = [one for role in _WRITTEN for one in layout.get(role, {}).values()]
+    others = [f"{one.name}: {one.dtype}" for one in tensors if one.dtype not in stock.DTYPES.values()]
+    if others:
+        raise OptionError(
+            f"Paddle's FlexCheckpoint does not support the dtype of {count_text(len(others), 'tensor')}.",
+            where=str(checkpoint.catalog.root),
+            evidence=[*fold(others), f"supported: {', '.join(sorted(stock.DTYPES.values()))}"],
+            next_step="Convert to another format: --format flex or --format hf (format=).",
+        )
 
 
 def _header(path: Path, shards: Sequence[Shard]) -> FileLayout:
@@ -367,10 +386,13 @@ def _open(format: Format, directory: AnyPath, verify: str, config: Config) -> Op
         if role == MODEL_STATE:
             for shard, *_ in own:
                 cuts[shard.name] = tuple(map(max, shard.cuts, cuts.get(shard.name, shard.cuts)))
+    states = ((role, shard.name) for (role, *_), own in shards.items() if role != MODEL_STATE for shard, *_ in own)
+    unknown = dict.fromkeys(one for one in states if parameter_of(*one) not in cuts)
+    faults = [f"{role}: {name} belongs to no stored weight" for role, name in unknown] if cuts else []
     paths = {path for own in shards.values() for _, path, _, _ in own}
     identities = identities_of(directory / path for path in sorted(paths))
     stored_config = stock.read_stock_config(directory, config)
-    return stock.open_stock(format, directory, shards, identities, (), stored_config, cuts)
+    return stock.open_stock(format, directory, shards, identities, faults, stored_config, cuts)
 
 
 PADDLE_DISTCP = Format(

@@ -385,7 +385,7 @@ def model_description(directory: AnyPath, config: Mapping[str, Any], names: Iter
 
 PARAMETER_NAMES = "StructuredToParameterName@@"
 """The key under which ``paddle.save`` stores the names of parameters."""
-_DTYPES = {
+DTYPES = {
     "f8": "float64",
     "f4": "float32",
     "f2": "float16",
@@ -398,6 +398,7 @@ _DTYPES = {
     # Paddle writes the bits of bfloat16, which numpy lacks, as unsigned integers.
     "u2": "bfloat16",
 }
+"""The dtypes of arrays in Paddle's files, by numpy's codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,9 +472,9 @@ def named_arrays(path: Path, content: Mapping[Any, Any]) -> dict[str, FileArray]
 def _array(path: Path, key: Any, value: Any) -> FileArray:
     # Optimizer states are written as pairs of their name and their array.
     array = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-    if not isinstance(key, str) or not isinstance(array, PickledArray) or array.code not in _DTYPES:
+    if not isinstance(key, str) or not isinstance(array, PickledArray) or array.code not in DTYPES:
         raise malformed_file(path, f"{quoted(key)} is not a tensor")
-    return FileArray(path.name, array.begin, array.shape, _DTYPES[array.code])
+    return FileArray(path.name, array.begin, array.shape, DTYPES[array.code])
 
 
 StoredAs = tuple[str, str, bool]

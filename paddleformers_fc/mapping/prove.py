@@ -21,17 +21,19 @@ from paddleformers_fc.mapping.correspondences import NEW_AXIS, TensorMapping, Te
 from paddleformers_fc.mapping.templates import BoxLink, pulled
 from paddleformers_fc.text import count_text, fold
 
+_CORRECT = "Correct the family's declaration or the model's configuration. No tensor was read or written."
 
-def prove(mapping: TensorMapping, title: str = "The mapping") -> None:
+
+def prove(mapping: TensorMapping, title: str = "The mapping", next_step: str = _CORRECT) -> None:
     """Check that a mapping is total, single-writer, in bounds and dtype-closed.
 
     Args:
         mapping: the mapping to prove.
         title: the name of the mapping in the error.
+        next_step: the next step of the error.
     Raises:
         MappingError: with every fault, indices folded.
     """
-    next_step = "Correct the family's declaration or the model's configuration. No tensor was read or written."
     if faults := list(faults_of(mapping)):
         raise invalid_mapping(f"{title} cannot be proved", faults, next_step)
 

@@ -30,6 +30,10 @@ from paddleformers_fc.text import fold
 
 _DTYPES = frozenset({"dtype", "src_dtype", "dst_dtype"})
 """Statement attributes that cast."""
+_CORRECT = (
+    "Correct the statements: `a -> _` drops a stored tensor, `_ -> b` keeps the initial values of a target. No tensor "
+    "was read or written."
+)
 
 
 def statements_source(
@@ -78,7 +82,7 @@ def statements_source(
         after = _interleavings(live, _model_rules(model, whole))
         explicit = _reinterleave(explicit, before.reversed().then(on_one_rank).then(after), on_one_rank, (rules, live))
     merged = structs.replace(evaluated, made={**explicit, **unmentioned})
-    prove(merged, "The mapping of aoa_config")
+    prove(merged, "The mapping of aoa_config", _CORRECT)
     _check_parts_of_one_layer(structs.replace(merged, made=explicit), rules, live)
     canonical = live.mapping().made
     read = {source for name in unmentioned if name in canonical for source in canonical[name].names}

@@ -134,8 +134,11 @@ def dtype_size(name: str) -> int:
 
 
 def model_dtype(dtypes: Collection[str]) -> str:
-    """Return the dtype of a model from the dtypes of its weights; some, such as routers, are float32 in any model."""
-    return min(dtypes, key=lambda name: (name == "float32", name))
+    """Return the dtype of a model from the dtypes of its tensors.
+
+    Some weights, such as routers, are float32 in any model, and tables are integers.
+    """
+    return min(dtypes, key=lambda name: ("float" not in name, name == "float32", name))
 
 
 def _look_up(table: dict[str, _T], key: str) -> _T:
@@ -176,10 +179,10 @@ def _check_range(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any], whe
     if lost.any():
         number = float(source[tuple(np.argwhere(lost)[0])])
         raise MismatchError(
-            f"A number that is stored as {source.dtype} is too large for float16 and would become infinite.",
+            f"A {source.dtype} number is too large for float16 and would become infinite.",
             where=str(where),
             evidence=[f"{number:g}; float16 ends at 65504"],
-            next_step="Load these weights into bfloat16 or float32.",
+            next_step="Use bfloat16 or float32 for these weights.",
         )
 
 

@@ -353,7 +353,12 @@ def _decode_any(path: AnyPath, raw: bytearray) -> tuple[dict[str, str], dict[str
 
 def _size(path: AnyPath, name: str, dtype: str, shape: tuple[int, ...]) -> int:
     if dtype not in CODES:
-        _reject(path, f"tensor {name!r} has the dtype {dtype!r}; known are {', '.join(sorted(CODES))}")
+        raise FormatError(
+            f"{path} contains a dtype that is not supported: tensor {name!r} has the dtype {dtype!r}.",
+            where=str(path),
+            evidence=[f"supported: {', '.join(sorted(CODES))}"],
+            next_step="Save the tensor in another dtype; no tensor was read.",
+        )
     if not all(map(_is_count, shape)):
         _reject(path, f"tensor {name!r} has a shape that is not a list of integers from 0 to 2^64-1")
     if len(shape) > MAX_AXES:

@@ -172,3 +172,23 @@ def test_a_configuration_with_another_number_of_heads_is_refused_though_fused_la
             outcome = run(command[0], tmp_path / "paddle", target, *command[1:], "--config", tmp_path / name)
             assert (outcome.code, target.exists()) == (code, code == 0)
             assert code == 0 or "o_proj.weight: stored [16, 16], [24, 16] by the configuration" in outcome.err
+
+
+def test_tensors_of_open_weights_that_the_model_lacks_are_dropped_and_listed(tmp_path: Path) -> None:
+    model, name = tiny_models(LLAMA)[0], "model.layers.0.self_attn.rotary_emb.inv_freq"
+    source = open_weights(tmp_path / "hf", weights_of(model) | {name: np.ones(4, np.float32)}, model.config)
+    assert document_of("convert", source, tmp_path / "flex")["dropped"] == [name]
+    text = run("convert", source, tmp_path / "distcp", "--format", "distcp").out
+    assert f"dropped, because the model does not have them: 1 tensor\n  {name}\n" in text
+    assert document_of("convert", tmp_path / "flex", tmp_path / "back", "--format", "hf")["dropped"] == []
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint16"])
+def test_a_dtype_that_paddles_format_lacks_is_refused_before_anything_is_written(tmp_path: Path, dtype: str) -> None:
+    model = tiny_models(LLAMA)[0]
+    arrays = {name: array.astype(dtype) for name, array in weights_of(model).items()}
+    source = open_weights(tmp_path / "hf", arrays, model.config)
+    refused = document_of("convert", source, tmp_path / "distcp", "--format", "distcp", code=2)
+    assert refused["what"] == f"Paddle's FlexCheckpoint does not support the dtype of {len(arrays)} tensors."
+    assert f"model.norm.weight: {dtype}" in refused["evidence"]
+    assert not (tmp_path / "distcp").exists()

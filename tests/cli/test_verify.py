@@ -286,6 +286,15 @@ def test_documents_without_checksums_are_listed_and_weights_without_them_rejecte
     assert f"{gone} is needed, and flex_checksums.json does not list it" in refused.document["evidence"]
 
 
+def test_a_single_file_next_to_an_index_is_reported(weights_copy: Path) -> None:
+    shutil.copy(path := min(weights_copy.glob("*.safetensors")), weights_copy / "model.safetensors")
+    (weights_copy / "flex_checksums.json").unlink()
+    line = "model.safetensors: not in the index, and Transformers reads it instead of the index"
+    assert line in document_of("verify", weights_copy)["cannot_be_checked"]
+    path.unlink()
+    assert "delete the index" in document_of("verify", weights_copy, code=1)["next_step"]
+
+
 @pytest.mark.parametrize(
     "changed", [{}, {"intermediate_size": 32}, {"num_hidden_layers": 3}, {"num_hidden_layers": 1}], ids=str
 )

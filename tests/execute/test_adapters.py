@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
+import numpy as np
 import pytest
 from msgspec import structs
 from safetensors.numpy import load_file, save_file
 
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.export import export_opened
+from paddleformers_fc.execute.merging import Delta, Merge
 from paddleformers_fc.families import ModelDescription, family_for
 from paddleformers_fc.families.description import IS_NLP, Adapters, is_adapter, with_adapters
 from paddleformers_fc.families.registry import tiny_models
@@ -105,6 +108,26 @@ def test_a_quantized_base_is_refused(tied: OpenedCheckpoint, tmp_path: Path) -> 
     with pytest.raises(MismatchError, match="quantized base") as refused:
         export_opened(tied, tmp_path / "merged", base=open_huggingface(tmp_path / "base"))
     assert f"{name}: float8_e4m3fn" in refused.value.render()
+
+
+@pytest.mark.parametrize("name", ["adapted", "trained"])
+def test_a_merge_makes_no_number_of_a_float16_base_infinite(name: str) -> None:
+    one = np.ones((1, 4), np.float32)
+    merge = Merge({"adapted": Delta(one, one.T * 1000)}, {"trained": np.full(16, 66000, np.float32)})
+    with pytest.raises(MismatchError, match="too large for float16") as refused:
+        merge.apply(name, 0, np.full(16, 65000, np.float16))
+    assert refused.value.where == name
+
+
+def test_a_merged_weight_is_the_same_whatever_pieces_it_is_computed_in() -> None:
+    random = np.random.default_rng(7)
+    inputs, outputs = (random.standard_normal(shape).astype(np.float32) for shape in ((8, 100), (300, 8)))
+    merge, whole, parts = Merge({"w": Delta(inputs, outputs)}, {}), *np.zeros((2, 30_000), np.float32)
+    merge.apply("w", 0, whole)
+    for begin, end in itertools.pairwise((0, 50, 700, 12_345, 29_900, 30_000)):
+        merge.apply("w", begin, parts[begin:end])
+    assert parts.tobytes() == whole.tobytes()
+    assert np.allclose(whole.reshape(300, 100), outputs.astype(np.float64) @ inputs, atol=1e-5)
 
 
 def test_a_base_with_other_tensors_than_that_of_the_training_is_refused(tied: OpenedCheckpoint, tmp_path: Path) -> None:

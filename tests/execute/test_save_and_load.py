@@ -379,8 +379,9 @@ def test_a_tensor_that_a_statement_removes_is_not_derived(tmp_path: Path) -> Non
         save_model(tmp_path / "checkpoint-1", laid_out("tp=2", {**LLAMA, **FUSED})),
         laid_out("tp=2", LLAMA),
     )
-    with pytest.raises(MappingError, match=r"model.layers.0.mlp.gate_proj.weight: \[0:16, 0:32\] is not written"):
+    with pytest.raises(MappingError, match=r"layers.0.mlp.gate_proj.weight: \[0:16, 0:32\] is not written") as caught:
         load_with(checkpoint, model, ["model.layers.0.mlp.gate_up_fused_proj.weight -> _"])
+    assert caught.value.next_step.startswith("Correct the statements")
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,11 @@ def _swapped(copy: Path) -> None:
     other.write_bytes(content)
 
 
+def _twice(copy: Path) -> None:
+    shutil.rmtree(copy / "optimizer_state")
+    shutil.copytree(copy / "model_state", copy / "optimizer_state")
+
+
 def _without_a_shard(fields: dict[str, Any]) -> None:
     files = fields["storage_metadata"]
     name = next(index.tensor_key for index in files if index.local_shape != ())
@@ -285,6 +290,7 @@ DAMAGES: dict[str, tuple[Damage, type[FlexError], str]] = {
     ),
     "a file that is missing": (without(WEIGHTS), Corrupt, "1_0.distcp"),
     "files of two roles": (_swapped, Corrupt, "does not contain what the metadata lists"),
+    "weights under the name of another role": (_twice, Corrupt, "belongs to no stored weight"),
     "an array with its axes exchanged": (_transposed, Corrupt, "does not contain what the metadata lists"),
     "two shards in one array": (forged(_listed_twice), Corrupt, "it is missing or listed twice"),
     "numbers of another type": (_of_another_type, Corrupt, "does not contain what the metadata lists"),

@@ -11,7 +11,15 @@ import pytest
 import safetensors
 
 from paddleformers_fc.errors import MismatchError
-from paddleformers_fc.storage.dtypes import CODES, copy_cast, from_safetensors, item_size, to_numpy, to_safetensors
+from paddleformers_fc.storage.dtypes import (
+    CODES,
+    copy_cast,
+    from_safetensors,
+    item_size,
+    model_dtype,
+    to_numpy,
+    to_safetensors,
+)
 
 FILE = Path("weights.safetensors")
 
@@ -40,3 +48,8 @@ def test_a_cast_to_float16_is_numpys_and_no_number_becomes_infinite_unseen(dtype
             copy_cast(np.empty((2, 2), np.float16).T, source.T, FILE)
         assert caught.value.where == str(FILE)
         assert f"{float(source[1, 0]):g};" in caught.value.evidence[0]
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "float16"])
+def test_the_dtype_of_a_model_is_that_of_its_weights_not_of_float32_routers_or_integer_tables(weights: str) -> None:
+    assert model_dtype({weights, "float32", "int64", "bool"}) == weights
