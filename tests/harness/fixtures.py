@@ -18,7 +18,6 @@ OURS = (
     "paddleformers_fc.trainer.entry",
     "paddleformers_fc.trainer.loop",
     "paddleformers_fc.trainer.streaming",
-    "tests.trainer.workflow_jobs",
     "tests.trainer.jobs",
     "pytest",
 )
