@@ -1,4 +1,4 @@
-"""Jobs that run inside rank processes: configurations and real models of PaddleFormers' own classes."""
+"""What ranks do in the tests of families: configurations and real models of PaddleFormers' own classes."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def on_ranks(
     return decorate
 
 
-def run_on_ranks(server: ForkServer, count: int, body: Callable[..., Any], **arguments: Any) -> tuple[Any, ...]:
+def run_on_ranks(server: ForkServer, count: int, body: Callable[..., Any], /, **arguments: Any) -> tuple[Any, ...]:
     """Run a function of a test module on forked ranks and return its results by rank.
 
     Raises:
@@ -71,8 +71,10 @@ def run_on_ranks(server: ForkServer, count: int, body: Callable[..., Any], **arg
     return job_on_ranks(server.run, count, body, **arguments).values
 
 
-def job_on_ranks(start: Callable[..., JobResult], count: int, body: Callable[..., Any], **arguments: Any) -> JobResult:
-    """As :func:`run_on_ranks`, with the logs as well.
+def job_on_ranks(
+    start: Callable[..., JobResult], count: int, body: Callable[..., Any], /, **arguments: Any
+) -> JobResult:
+    """Run a function as :func:`run_on_ranks` does, and return its results with exit codes and logs.
 
     Args:
         start: ``server.run``, or ``server.attempt`` if ranks may fail.

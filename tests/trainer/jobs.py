@@ -1,4 +1,4 @@
-"""What ranks do in the tests of this room; each public function is a job of the fork server and returns JSON."""
+"""What ranks do in the tests of several files of this room."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +65,7 @@ def test_every_name_in_the_readme_and_the_training_page_can_be_imported() -> Non
     imported = [f"paddleformers_fc.{name}" for line in IMPORTS.findall(text) for name in line.split(", ")]
     names = sorted({*imported, *re.findall(r"paddleformers_fc(?:\.[A-Za-z_]+)+", text)})
     assert {"paddleformers_fc.FlexTrainerMixin", "paddleformers_fc.cpu_runtime"} <= set(names)
+    # Forget the submodules that this file has imported, which would make names of the package available.
     for loaded in [name for name in sys.modules if name.partition(".")[0] == "paddleformers_fc"]:
         del sys.modules[loaded]
     package = {"paddleformers_fc": importlib.import_module("paddleformers_fc")}
@@ -74,16 +75,16 @@ def test_every_name_in_the_readme_and_the_training_page_can_be_imported() -> Non
         eval("paddleformers_fc.FlexTrainers", package)
 
 
-def run_script(script: Path, arguments: Sequence[str]) -> None:
-    """Run a script as an interpreter does, in a process that has imported Paddle."""
-    sys.argv = [str(script), *arguments]
-    runpy.run_path(str(script), run_name="__main__")
+def run_script(output_dir: Path, options: list[str]) -> None:
+    """Run the script of the recipes as an interpreter does, in a process that has imported Paddle."""
+    sys.argv = [str(ROOT / "recipes/script.py"), "--output", str(output_dir), *options]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_the_script_of_the_recipes_trains_on_two_ranks_and_resumes_on_one(ranks: ForkServer, tmp_path: Path) -> None:
     def run(nproc: int, *options: str) -> str:
-        job = {"script": ROOT / "recipes/script.py", "arguments": ["--output", str(tmp_path / "out"), *options]}
-        return job_on_ranks(ranks.run, nproc, run_script, **job).logs[0].read_text()
+        done = job_on_ranks(ranks.run, nproc, run_script, output_dir=tmp_path / "out", options=options)
+        return done.logs[0].read_text()
 
     first = run(2, "--steps", "3")
     resumed = run(1, "--steps", "4", "--resume", "newest")
