@@ -70,15 +70,6 @@ def from_files(base: Path, layout: MatrixLayout, args: Any) -> Any:
     return kind.from_pretrained(str(base), config=configured(layout, args, base), dtype="float32")
 
 
-def fingerprint(model: Any) -> Any:
-    """What identifies the base of a model with adapters."""
-    from paddleformers_fc.trainer.description import describe_adapters
-
-    adapters = describe_adapters(model)
-    assert adapters is not None
-    return adapters.base
-
-
 def train_adapters(resume: str | bool | None = None, **settings: Any) -> dict[str, Any]:
     """Train adapters and save; the losses, and the Trainer's state afterwards."""
     trainer = trainer_of(**settings)
@@ -208,6 +199,7 @@ def test_other_patterns_that_select_the_same_layers_are_no_other_adapters(
 def identify_bases(layout: MatrixLayout, bases: dict[str, Path], recorded: dict[str, str], output_dir: Path) -> None:
     """Read bases from files, and change the tensors of one or its files before its adapters are trained."""
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc.trainer.description import describe_adapters
 
     def element(model: Any) -> None:
         weight = model.model.layers[1].mlp.down_proj.weight
@@ -228,7 +220,7 @@ def identify_bases(layout: MatrixLayout, bases: dict[str, Path], recorded: dict[
         if later is not None:
             later(model)
             trainer = tiny.trainer(trainer.model, args, cls=FlexTrainer)
-        return fingerprint(trainer.model)
+        return describe_adapters(trainer.model).base
 
     whole, hashed, other = (found(name) for name in ("recorded", "hashed", "other"))
     assert (whole.location, whole.files, whole.tensors) == (str(bases["recorded"]), recorded, "")
