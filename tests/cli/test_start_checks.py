@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.stock_keys import StockTable, stock_table
 from tests.cli.support import SIZES, claim_local_tier, config, document_of, open_weights, run, save, seal
 from tests.execute.simulated import canonical
+from tests.harness.on_ranks import run_on_ranks
 from tests.harness.processes import python
 from verification.forkserver import ForkServer
 
@@ -262,11 +265,23 @@ def test_keys_and_values_are_checked_before_paddle_is_imported(tmp_path: Path) -
     assert python("-c", code, config(tmp_path)).stdout == "OptionError False\n"
 
 
+def keys_and_words(output_dir: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """Every key of PaddleFormers' command line, and the words of those that it converts to members of enumerations."""
+    from paddleformers.cli.hparams import parser
+    from paddleformers.trainer import TrainingArguments
+    from paddleformers.trainer.trainer_utils import ShardingOption
+
+    arguments = TrainingArguments(output_dir=str(output_dir), device="cpu", amp_master_grad=False)
+    kinds = {key: type(value) for key, value in vars(arguments).items() if isinstance(value, Enum)}
+    # One process has no sharding.
+    words = {key: [one.value for one in kind] for key, kind in {**kinds, "sharding": ShardingOption}.items()}
+    return [field.name for kind in parser._TRAIN_ARGS for field in dataclasses.fields(kind)], words
+
+
 def test_the_table_has_every_key_of_paddleformers_with_its_words(ranks: ForkServer, tmp_path: Path) -> None:
     known = stock_table().keys
-    (names,) = ranks.run("tests.trainer.entry_jobs:stock_names", 1).values
+    ((names, found),) = run_on_ranks(ranks, 1, keys_and_words, output_dir=tmp_path)
     assert set(names) == set(known)
-    (found,) = ranks.run("tests.trainer.entry_jobs:stock_enumerations", 1, {"output_dir": str(tmp_path)}).values
     assert {key: list(known[key].words) for key in found} == found
 
 

@@ -29,10 +29,10 @@ from paddleformers_fc.trainer import register
 from paddleformers_fc.trainer.rank_records import RECORDS, RankRecord, read_records
 from tests.cli.support import Outcome, config, run, save
 from tests.execute.simulated import canonical
+from tests.harness.on_ranks import on_ranks
 from tests.harness.waiting import wait_for_end, wait_until
 from verification.demo.assets import prepare as prepare_assets
 from verification.demo.settings import SINGLE, settings
-from verification.forkserver import ForkServer
 
 OURS = f"custom_register_path={register.PATH}"
 LOCAL = ("-m", "paddleformers.cli.launcher", "train", "YAML", "max_steps=3")
@@ -63,11 +63,17 @@ runpy.run_path(register.PATH)  # A file that registers this package itself does 
 """
 
 
-def test_the_files_registration_runs_before_ours(ranks: ForkServer, tmp_path: Path) -> None:
+@on_ranks(1)
+def test_the_files_registration_runs_before_ours(tmp_path: Path) -> None:
+    from paddleformers.cli.hparams import parser
+    from paddleformers.trainer import Trainer
+
     (tmp_path / "own.py").write_text(OWN_REGISTRATION)
-    job = {"also": str(tmp_path / "own.py")}
-    (found,) = ranks.run("tests.trainer.entry_jobs:registered_after_another", 1, job).values
-    assert found == {"name": "custom_template", "theirs": True, "ours": True}
+    os.environ[register.ALSO_RUN] = str(tmp_path / "own.py")
+    native = Trainer.__init__
+    parser._load_custom_template(str(register.PATH))
+    assert Trainer.own_registration() == ("custom_template", native)
+    assert Trainer.__init__ is not native
 
 
 def script_job(directory: Path, text: str, ranks: int | None = 1, **facts: Any) -> training.TrainingJob:

@@ -17,6 +17,8 @@ from paddleformers_fc.cpu_runtime.ranks import free_ports
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.trainer.rank_records import RECORDS, read_error
 from paddleformers_fc.trainer.register import PATH
+from tests.corruption.jobs import train_as_a_worker
+from tests.harness.on_ranks import job_on_ranks
 from verification.forkserver import ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +63,7 @@ def worker(ranks: ForkServer, model: Path, output: Path, **keys: Any) -> Ended:
     """What the worker of either command does, in a process that has imported Paddle."""
     recipe, errors = _recipe(model, output, custom_register_path=str(PATH), **keys), output.with_suffix(".errors")
     errors.mkdir()
-    result = ranks.attempt("tests.corruption.jobs:train_as_a_worker", 1, {"yaml": str(recipe), "records": str(errors)})
+    result = job_on_ranks(ranks.attempt, 1, train_as_a_worker, yaml=recipe, records=errors)
     return Ended(result.returncodes[0], result.logs[0].read_text(errors="replace"), read_error(errors), output)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import tiny
+from tests.harness.on_ranks import job_on_ranks
 from verification.forkserver import ForkServer, JobResult
 
 SIX = {"max_steps": 6, "save_steps": 3}
@@ -37,8 +38,8 @@ def started(
 ) -> JobResult:
     """Let the ranks of a layout :func:`train`."""
     source = str(resume) if isinstance(resume, Path) else resume
-    settings = {"layout": layout.to_json(), "output_dir": str(output_dir), "resume": source, "arguments": arguments}
-    return ranks.run(f"{__name__}:{train.__name__}", layout.nproc, {**settings, **given})
+    settings = {"layout": layout, "output_dir": output_dir, "resume": source, "arguments": arguments}
+    return job_on_ranks(ranks.run, layout.nproc, train, **settings, **given)
 
 
 def trained(*settings: Any, **given: Any) -> list[dict[str, Any]]:
@@ -55,8 +56,8 @@ def first_line(found: Mapping[str, Any], *hidden: Path) -> str:
 
 
 def train(
-    layout: Mapping[str, Any],
-    output_dir: str,
+    layout: tiny.MatrixLayout,
+    output_dir: Path,
     arguments: Mapping[str, Any] | None = None,
     resume: str | bool | None = None,
     evaluate: bool = False,
@@ -74,8 +75,7 @@ def train(
         directories: the working directory of each rank, by rank.
         digests: whether the weights are returned, or whether they have changed before an error.
     """
-    from tests.trainer.data_jobs import watch_samples
-    from tests.trainer.jobs import flex_trainer, weights_of
+    from tests.trainer.jobs import flex_trainer, watch_samples, weights_of
 
     def held() -> dict[str, str]:
         return weights_of(trainer.model) if digests and trainer is not None else {}
@@ -176,15 +176,15 @@ def no_longer_than(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
-def export_by_stock(source: str, target: str) -> None:
+def export_by_stock(source: Path, target: Path) -> None:
     """Give open weights to a Trainer and export them, without this package."""
     from paddleformers.transformers import LlamaConfig, LlamaForCausalLM
 
-    args = tiny.training_arguments(tiny.SINGLE.to_json(), f"{target}-run")
-    config = LlamaConfig.from_pretrained(source)
+    args = tiny.training_arguments(tiny.SINGLE, f"{target}-run")
+    config = LlamaConfig.from_pretrained(str(source))
     config.fuse_rms_norm = False
-    model = LlamaForCausalLM.from_pretrained(source, config=config, load_checkpoint_format="flex_checkpoint")
-    tiny.trainer(model, args).model.save_pretrained(target)
+    model = LlamaForCausalLM.from_pretrained(str(source), config=config, load_checkpoint_format="flex_checkpoint")
+    tiny.trainer(model, args).model.save_pretrained(str(target))
 
 
 def config_by_stock(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,12 +195,12 @@ def config_by_stock(source: Mapping[str, Any]) -> dict[str, Any]:
     return dict(json.loads(config.to_json_string(saving_file=True)))
 
 
-def train_as_a_worker(yaml: str, records: str) -> None:
+def train_as_a_worker(yaml: Path, records: Path) -> None:
     """What the command ``train`` runs in its only worker, with the record of an error that it reads."""
     from paddleformers_fc.trainer.rank_records import RECORDS
-    from tests.trainer.entry_jobs import run_command_line
+    from tests.trainer.test_entry_points import run_command_line
 
-    os.environ[RECORDS] = records
+    os.environ[RECORDS] = str(records)
     try:
         run_command_line(yaml)
     except Exception:

@@ -18,9 +18,11 @@ from paddleformers_fc.plan.simulate import declared_model
 from paddleformers_fc.trainer.description import describe_model
 from paddleformers_fc.trainer.documents import model_config
 from tests.corruption.guarantees import Seen, fault
+from tests.corruption.jobs import config_by_stock, export_by_stock
 from tests.families import native
 from tests.families.test_exported_configs import READERS, SOURCES, exported
 from tests.families.test_transformers import CASES
+from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import SINGLE
 from tests.trainer.test_exported_documents import GENERATION, exports, live, source_of
 from tools.config_readers import changes, read
@@ -40,8 +42,7 @@ def described(directory: Path) -> tuple[Any, bytes | None]:
 def test_g80_an_export_keeps_the_settings_of_its_source(ranks: ForkServer, tmp_path: Path) -> None:
     source, config = source_of(ranks, tmp_path, "llama")
     stock = tmp_path / "stock"
-    result = ranks.run("tests.corruption.jobs:export_by_stock", 1, {"source": str(source), "target": str(stock)})
-    assert result.ok, result.logs[0].read_text()
+    run_on_ranks(ranks, 1, export_by_stock, source=source, target=stock)
     assert described(stock) == (False, None)
     for path in exports(ranks, tmp_path, SINGLE, model_type="llama", model=live(config), source=source).values():
         assert described(path) == (True, GENERATION)
@@ -50,7 +51,7 @@ def test_g80_an_export_keeps_the_settings_of_its_source(ranks: ForkServer, tmp_p
 @fault("G81")
 def test_g81_transformers_builds_an_exported_gpt_oss(ranks: ForkServer) -> None:
     source = CASES["gpt_oss"]["config"]
-    (stock,) = ranks.run("tests.corruption.jobs:config_by_stock", 1, {"source": source}).values
+    (stock,) = run_on_ranks(ranks, 1, config_by_stock, source=source)
     assert read(stock)["num_local_experts"] == 128
     (ours,) = exported(ranks, {"gpt_oss": source}, kept=False).values()
     found, wanted = read(ours), read(source)
@@ -61,7 +62,7 @@ def test_g81_transformers_builds_an_exported_gpt_oss(ranks: ForkServer) -> None:
 @fault("G114")
 def test_g114_transformers_reads_the_rope_settings_of_an_exported_vision_language_model(ranks: ForkServer) -> Seen:
     name, keys = "qwen3_vl, saved by 5.3.0", ("rope_theta", "mrope_section")
-    (stock,) = ranks.run("tests.corruption.jobs:config_by_stock", 1, {"source": SOURCES[name]}).values
+    (stock,) = run_on_ranks(ranks, 1, config_by_stock, source=SOURCES[name])
     (ours,) = exported(ranks, {name: SOURCES[name]}, kept=True).values()
     found = [read(one)["text_config"]["rope_parameters"] for one in (SOURCES[name], stock, ours)]
     wanted, lost, kept = ({key: one.get(key) for key in keys} for one in found)

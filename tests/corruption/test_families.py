@@ -16,12 +16,13 @@ from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.execute.save import JobRecord, config_bytes, save_checkpoint
 from tests.corruption.guarantees import Seen, fault
 from tests.execute.simulated import CONFIG, MODEL, canonical, live
+from tests.families.jobs import train_plain
 from tests.families.spaces import BY_NAME, settings
+from tests.harness.on_ranks import job_on_ranks, run_on_ranks
 from tests.harness.tiny import VOCABULARY
 from tests.trainer.test_description import plain_values
 from verification.forkserver import ForkServer
 
-JOB = "tests.families.jobs:train_plain"
 TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
 
@@ -37,8 +38,8 @@ def values_of(name: str, **changes: Any) -> dict[str, Any]:
 def trained_and_resumed(ranks: ForkServer, output_dir: Path, job: dict[str, Any]) -> Path:
     """Train, and resume from step 2 with the same losses; the last checkpoint."""
     first, again = output_dir / "first", output_dir / "again"
-    (trained,) = ranks.run(JOB, 1, {**job, "output_dir": str(first)}).values
-    (resumed,) = ranks.run(JOB, 1, {**job, "output_dir": str(again), "resume": str(first / "checkpoint-2")}).values
+    (trained,) = run_on_ranks(ranks, 1, train_plain, **job, output_dir=first)
+    (resumed,) = run_on_ranks(ranks, 1, train_plain, **job, output_dir=again, resume=first / "checkpoint-2")
     assert resumed["losses"] == trained["losses"][2:]
     return first / "checkpoint-4"
 
@@ -84,9 +85,9 @@ def test_a_loop_refuses_a_model_that_does_not_tie_what_its_configuration_ties(tm
 @fault("G115")
 def test_g115_a_model_that_does_not_tie_its_tied_weights_is_rejected(ranks: ForkServer, tmp_path: Path) -> None:
     job = {"model_type": "qwen2_moe", "values": values_of("qwen2_moe", **TIED)}
-    (stock,) = ranks.run(JOB, 1, {**job, "output_dir": str(tmp_path / "stock"), "ours": False}).values
+    (stock,) = run_on_ranks(ranks, 1, train_plain, **job, output_dir=tmp_path / "stock", ours=False)
     assert not stock["tied"]
-    refused = ranks.attempt(JOB, 1, {**job, "output_dir": str(tmp_path / "refused")})
+    refused = job_on_ranks(ranks.attempt, 1, train_plain, **job, output_dir=tmp_path / "refused")
     assert "OptionError" in refused.logs[0].read_text()
     assert not list((tmp_path / "refused").glob("checkpoint-*"))
     trained_and_resumed(ranks, tmp_path, {**job, "tie": True})

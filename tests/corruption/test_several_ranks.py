@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paddleformers_fc.errors import EnvironmentMismatch, StorageError
 from paddleformers_fc.formats.paddle_distcp import PADDLE_DISTCP
 from paddleformers_fc.layout.roles import MODEL_STATE, OPTIMIZER_STATE
 from paddleformers_fc.storage.manifest import read_manifest
 from tests.corruption.guarantees import Seen, fault
 from tests.corruption.jobs import trained
+from tests.crash.net import refusing
+from tests.harness import tiny
+from tests.harness.on_ranks import job_on_ranks, on_ranks, run_on_ranks
+from tests.harness.patching import without
 from tests.harness.tiny import DP2, GLOBAL_BATCH, PP2, SD2S3, SINGLE, MatrixLayout
+from tests.trainer import jobs
+from tests.trainer.test_ema import evaluated
+from tests.trainer.test_tiers import disks, run_on_disks
+from tests.trainer.test_ties import EMBEDDING, HEAD, NEVER, run_and_part_copies
+from tests.trainer.test_trainer import settings
+from tests.trainer.test_upstream import goes_around
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer, JobResult
 
-NEVER = 10**6
 THREE = {"max_steps": 3, "save_steps": 1, "save_total_limit": 1, "max_grad_norm": 0.0}
 FIVE = {"max_steps": 5}
 UNCHECKED: dict[bool, dict[str, Any]] = {False: {}, True: {"arguments": {**THREE, "flex_check_replicas": "off"}}}
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def train(
     ranks: ForkServer, layout: MatrixLayout, output_dir: Path, resume: Path | bool | None = None, **given: Any
 ) -> list[Any]:
     """Train a tied Llama to step 3 with a checkpoint at every step, of which one stays; the outcome by rank."""
-    source = str(resume) if isinstance(resume, Path) else resume
-    settings = {"layout": layout.to_json(), "output_dir": str(output_dir), "resume": source, "after": NEVER}
-    job = {**settings, "arguments": THREE, **given}
-    return list(ranks.run("tests.trainer.tied_jobs:run_and_part_copies", 2, job).values)
+    job = {**settings(layout, output_dir, resume, **THREE), "after": NEVER, **given}
+    return list(run_on_ranks(ranks, 2, run_and_part_copies, **job))
 
 
 @pytest.mark.slow
@@ -84,50 +94,50 @@ def test_g117_every_stored_name_of_a_tied_weight_is_compared(ranks: ForkServer, 
     return {"line": line.strip().removeprefix("- ")}
 
 
-DISKS = "tests.trainer.disk_jobs"
+def resume_by_itself(**settings: Any) -> dict[str, Any]:
+    """Train as the command line does: each rank names the newest directory that it sees, and a fresh disk has none."""
+    from paddleformers.trainer import get_last_checkpoint
 
-
-@pytest.fixture
-def two(tmp_path: Path) -> dict[str, Any]:
-    """A job of two ranks, each with a disk of its own."""
-    places = [tmp_path / "first", tmp_path / "second"]
-    for place in places:
-        place.mkdir()
-    return {"layout": DP2.to_json(), "output_dir": "out", "places": list(map(str, places))}
+    trainer = jobs.flex_trainer(**settings)
+    trainer.args.looks_for_last_checkpoint = True
+    trainer.train(resume_from_checkpoint=get_last_checkpoint("out") if os.path.isdir("out") else None)
+    return jobs.outcome(trainer)
 
 
 @pytest.mark.slow
 @fault("G100")
-def test_g100_a_rank_with_an_empty_disk_resumes_with_the_others(
-    ranks: ForkServer, two: dict[str, Any], tmp_path: Path
-) -> None:
-    ranks.run(f"{DISKS}:run", 2, {**two, "arguments": {"max_steps": 2, "save_steps": 2}})
-    shutil.copytree(tmp_path / "second/out", tmp_path / "first/out", dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "second/out")
-    found = ranks.run(f"{DISKS}:resume_by_itself", 2, {**two, "arguments": {"max_steps": 3}}).values
+def test_g100_a_rank_with_an_empty_disk_resumes_with_the_others(ranks: ForkServer, tmp_path: Path) -> None:
+    first, second = disks(tmp_path, 0, 1)
+    run_on_disks(ranks, jobs.run, DP2, [first, second], max_steps=2, save_steps=2)
+    shutil.copytree(second / "out", first / "out", dirs_exist_ok=True)
+    shutil.rmtree(second / "out")
+    found = run_on_disks(ranks, resume_by_itself, DP2, [first, second], max_steps=3).values
     assert [(one["step"], len(one["losses"])) for one in found] == [(3, 1)] * 2
 
 
+def fail_a_sync(**settings: Any) -> None:
+    """Train, on the second rank with a broken device."""
+    is_broken = os.environ["PADDLE_TRAINER_ID"] == "1"
+    with refusing("sync", ".checkpoint-3.unf", errno.EIO) if is_broken else contextlib.nullcontext():
+        with pytest.raises(StorageError) as caught:
+            jobs.trained(**settings)
+    assert "EIO" in caught.value.render()
+    assert [name for name in os.listdir("out") if "checkpoint" in name] == ["checkpoint-2"]
+
+
 @fault("G101")
-def test_g101_a_failed_sync_on_one_disk_keeps_the_older_checkpoint_on_both(
-    ranks: ForkServer, two: dict[str, Any]
-) -> None:
-    given = {**two, "arguments": {"max_steps": 3, "save_steps": 1, "save_total_limit": 1}}
-    found = ranks.run(f"{DISKS}:train_and_fail_a_sync", 2, {**given, "victim": 1, "part": ".checkpoint-3.unf"}).values
-    assert [one["error"] for one in found] == ["StorageError"] * 2
-    assert all("EIO" in one["text"] for one in found)
-    assert [one["left"] for one in found] == [["checkpoint-2"]] * 2
+def test_g101_a_failed_sync_on_one_disk_keeps_the_older_checkpoint_on_both(ranks: ForkServer, tmp_path: Path) -> None:
+    run_on_disks(ranks, fail_a_sync, DP2, disks(tmp_path, 0, 1), max_steps=3, save_steps=1, save_total_limit=1)
 
 
-TRAIN = "tests.harness.tiny:train"
 TWO = MatrixLayout("two", nproc=2)
 STEP = {"max_steps": 1, "per_device_train_batch_size": GLOBAL_BATCH, "gradient_accumulation_steps": 1}
 
 
 def stock(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, **arguments: object) -> JobResult:
     """One step of PaddleFormers' own Trainer; every rank is given the whole batch."""
-    given = {"model_type": "llama", "layout": layout.to_json(), "output_dir": str(output_dir)}
-    return ranks.attempt(TRAIN, layout.nproc, {**given, "arguments": {**STEP, **arguments}})
+    given = settings(layout, output_dir, **STEP, **arguments)
+    return job_on_ranks(ranks.attempt, layout.nproc, tiny.train, model_type="llama", **given)
 
 
 def option_error(ranks: ForkServer, output_dir: Path, **arguments: object) -> str:
@@ -166,12 +176,12 @@ EVALUATED = {"flex_ema_decay": 0.9, "flex_ema_evaluate": True}
 @pytest.mark.slow
 @fault("G112")
 def test_g112_stage_three_gets_its_weights_back_after_every_evaluation(ranks: ForkServer, tmp_path: Path) -> Seen:
-    runs: list[tuple[list[Any], list[Any]]] = []
+    runs: list[tuple[tuple[Any, ...], list[Any]]] = []
     for name, arguments in (("plain", {}), ("averaged", EVALUATED)):
-        given = {"layout": SD2S3.to_json(), "output_dir": str(tmp_path / name), "fail": bool(arguments)}
-        ran = ranks.run("tests.trainer.ema_jobs:evaluated", 2, {**given, "arguments": {**LOGGED, **arguments}})
+        given = settings(SD2S3, tmp_path / name, **LOGGED, **arguments)
+        values = run_on_ranks(ranks, 2, evaluated, **given, fail=bool(arguments))
         stored = [one for one in canonical_digests(tmp_path / name / "checkpoint-3") if one.role != "ema_state"]
-        runs.append((ran.values, stored))
+        runs.append((values, stored))
     (plain, expected), (averaged, found) = runs
     assert [rank["restored"] for rank in averaged] == [[True, True]] * 2
     assert [rank["losses"] for rank in averaged] == [rank["losses"] for rank in plain]
@@ -180,22 +190,22 @@ def test_g112_stage_three_gets_its_weights_back_after_every_evaluation(ranks: Fo
     return {"roles": " and ".join(sorted({f"`{one.role}`" for one in found}))}
 
 
-UPSTREAM = "tests.trainer.upstream_jobs"
-
-
 @fault("G30")
-def test_g30_a_renamed_hook_is_rejected_before_training(ranks: ForkServer, tmp_path: Path) -> None:
-    given = {"output_dir": str(tmp_path), "layout": SINGLE.to_json(), "name": "_save_checkpoint"}
-    (found,) = ranks.run(f"{UPSTREAM}:train_with_a_renamed_method", 1, given).values
-    assert not list(tmp_path.glob("checkpoint-*"))
-    line = "paddleformers.trainer.trainer:Trainer._save_checkpoint is missing"
-    assert (found["error"], line in found["evidence"]) == ("EnvironmentMismatch", True)
+@on_ranks(1)
+def test_g30_a_renamed_hook_is_rejected_before_training(tmp_path: Path) -> None:
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc import FlexTrainingArguments
+
+    with without(Trainer, "_save_checkpoint"), pytest.raises(EnvironmentMismatch) as refused:
+        tiny.training_arguments(SINGLE, tmp_path, cls=FlexTrainingArguments, flex_checkpoint=True)
+    assert "paddleformers.trainer.trainer:Trainer._save_checkpoint is missing" in refused.value.evidence
 
 
 @fault("G31")
 def test_g31_a_save_that_bypasses_this_package_stops_every_rank(ranks: ForkServer, tmp_path: Path) -> Seen:
-    given = {"layout": DP2.to_json(), "output_dir": str(tmp_path), "method": "_save_checkpoint", "way": "installed"}
-    found = ranks.run(f"{UPSTREAM}:goes_around", 2, given).values
+    given = {"layout": DP2, "output_dir": tmp_path, "method": "_save_checkpoint", "way": "installed"}
+    found = run_on_ranks(ranks, 2, goes_around, **given)
     assert [one["error"] for one in found] == ["EnvironmentMismatch"] * 2
     assert [one["step"] for one in found] == [2, 2]
     assert "_save_checkpoint of paddleformers_fc did not run" in found[0]["text"]

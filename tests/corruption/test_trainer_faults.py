@@ -20,7 +20,7 @@ from tests.harness.on_ranks import run_on_ranks
 from tests.harness.sealing import reseal
 from tests.harness.tiny import DP2, SINGLE, TP2, TP2SD2V2, MatrixLayout
 from tests.storage.support import flip
-from tests.trainer.data_jobs import every_sample
+from tests.trainer.jobs import every_sample
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 

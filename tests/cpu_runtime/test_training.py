@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import tiny
-from tests.harness.on_ranks import on_ranks
+from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import MatrixLayout
 from verification.forkserver import ForkServer
 
@@ -48,9 +48,9 @@ def losses(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Losse
     def train(model: str, layout: MatrixLayout) -> tuple[list[float], ...]:
         if (model, layout) not in found:
             model_type, changes = MODELS[model]
-            output_dir = str(tmp_path_factory.mktemp("run"))
-            job = {"model_type": model_type, "layout": layout.to_json(), "output_dir": output_dir, "model": changes}
-            found[model, layout] = ranks.run("tests.harness.tiny:train", layout.nproc, job).values
+            output_dir = tmp_path_factory.mktemp("run")
+            job = {"model_type": model_type, "layout": layout, "output_dir": output_dir, "model": changes}
+            found[model, layout] = run_on_ranks(ranks, layout.nproc, tiny.train, **job)
         return found[model, layout]
 
     return train

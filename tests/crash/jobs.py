@@ -6,12 +6,11 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tests.crash.net import Gate, Net, Operation, cast
+from tests.harness.clocks import keep_time
 from tests.trainer.jobs import run
-from tests.trainer.lost_jobs import keep_time
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def run_and_die(victims: Sequence[int], kind: str, part: str, **settings: Any) -
         kind: of the operation they are killed at, as :class:`tests.crash.net.Operation` has it.
         part: of the path of that operation.
     """
-    keep_time(Path(settings["output_dir"]))
+    keep_time(settings["output_dir"])
     if int(os.environ["PADDLE_TRAINER_ID"]) not in victims:
         return run(**settings)
     with cast(Net(KillOn(kind, part))):

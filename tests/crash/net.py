@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -178,6 +180,18 @@ def cast(net: Net) -> Iterator[Net]:
             if found is os or isinstance(found, Net):
                 stack.enter_context(mock.patch.object(module, "os", net))
         yield net
+
+
+def refusing(kind: str, pattern: str, number: int, only: int = 0) -> contextlib.AbstractContextManager[Net]:
+    """Let the system refuse calls of a kind on paths of a pattern: all of them, or only the one of this number."""
+    calls = itertools.count(1)
+
+    class Refuse(Gate):
+        def before(self, operation: Operation) -> None:
+            if operation.kind == kind and re.search(pattern, operation.path) and (not only or next(calls) == only):
+                raise OSError(number, os.strerror(number), operation.path)
+
+    return cast(Net(Refuse()))
 
 
 def bytes_written() -> int:

@@ -10,8 +10,11 @@ import pytest
 
 from paddleformers_fc.storage.manifest import newest_checkpoint, read_manifest, verify_files
 from paddleformers_fc.storage.paths import parse_hidden
+from tests.crash.jobs import run_and_die
+from tests.harness.on_ranks import job_on_ranks, run_on_ranks
 from tests.harness.tiny import DP2, SD2V2, SINGLE, MatrixLayout
-from tests.trainer.test_trainer import JOBS, SIX_STEPS, Saved, settings, train_six
+from tests.trainer.jobs import run
+from tests.trainer.test_trainer import SIX_STEPS, Saved, settings, train_six
 from verification.forkserver import ForkServer
 
 
@@ -40,7 +43,7 @@ def test_ranks_killed_in_a_save_end_the_job_and_the_previous_step_resumes_on_as_
     shutil.copytree(saved.third, out / "checkpoint-3")
     given = settings(layout, out, True, **SIX_STEPS, flex_async_save=beside)
     job = {"victims": victims, "kind": kind, "part": part, **given}
-    result = patient_ranks.attempt("tests.crash.jobs:run_and_die", layout.nproc, job)
+    result = job_on_ranks(patient_ranks.attempt, layout.nproc, run_and_die, **job)
     assert [result.returncodes[rank] for rank in victims] == [-9] * len(victims)
     assert 0 not in result.returncodes
     assert not result.timed_out
@@ -48,8 +51,8 @@ def test_ranks_killed_in_a_save_end_the_job_and_the_previous_step_resumes_on_as_
     assert newest_checkpoint(out) == (out / "checkpoint-3", [])
     fewer = shutil.copytree(out, tmp_path / "fewer")
     for again, there in ((layout, out), (SINGLE, fewer)):
-        result = patient_ranks.run(f"{JOBS}:run", again.nproc, settings(again, there, True, **SIX_STEPS))
-        assert result.values[0]["losses"] == pytest.approx(saved.losses[3:], abs=1e-5)
+        found = run_on_ranks(patient_ranks, again.nproc, run, **settings(again, there, True, **SIX_STEPS))
+        assert found[0]["losses"] == pytest.approx(saved.losses[3:], abs=1e-5)
         names = [name for name in os.listdir(there) if "checkpoint" in name]
         assert sorted(names) == ["checkpoint-3", "checkpoint-6"]
         assert not [name for name in names if parse_hidden(there / name)]

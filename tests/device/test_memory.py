@@ -180,9 +180,8 @@ def test_a_load_waits_for_the_computation_before_it() -> None:
 def built(directory: Path, **changes: Any) -> Any:
     """A tiny model on the device."""
     paddle.set_device(device())
-    layout = tiny.SINGLE.to_json()
-    args = tiny.training_arguments(layout, str(directory / "unused"), device=device())
-    return tiny.build("llama", layout, args, **changes)
+    args = tiny.training_arguments(tiny.SINGLE, directory / "unused", device=device())
+    return tiny.build("llama", tiny.SINGLE, args, **changes)
 
 
 @on_ranks(1, server="device_ranks")

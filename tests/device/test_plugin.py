@@ -12,7 +12,7 @@ import pytest
 
 from paddleformers_fc.execute.staging_pool import current_stream, side_stream
 from tests.device.running import FAKE, Ranks, device
-from tests.harness.on_ranks import on_ranks
+from tests.harness.on_ranks import job_on_ranks, on_ranks
 
 pytestmark = pytest.mark.skipif(device() != FAKE, reason="a real accelerator gives no such guarantee")
 
@@ -42,7 +42,7 @@ def touch_device_memory() -> int:
 
 
 def test_the_host_cannot_read_device_memory(device_ranks: Ranks) -> None:
-    result = device_ranks.attempt(f"{__name__}:touch_device_memory", 1)
+    result = job_on_ranks(device_ranks.attempt, 1, touch_device_memory)
     assert result.returncodes == (-signal.SIGSEGV,)
 
 

@@ -16,6 +16,7 @@ from paddleformers_fc.execute.export import export_checkpoint
 from tests.device.counting import copied, synchronisations
 from tests.device.running import FAKE, Ranks, device
 from tests.harness import tiny
+from tests.harness.on_ranks import job_on_ranks
 from tests.harness.tiny import PP2, SD2V1, SINGLE, TP2, MatrixLayout
 from tests.trainer.jobs import flex_trainer
 from verification.digests import canonical_digests
@@ -28,17 +29,16 @@ ASYNC, AVERAGE, OFFLOADED = ({"flex_async_save": True}, {"flex_ema_decay": 0.9},
 
 
 def train(
-    layout: Mapping[str, Any],
-    output_dir: str,
+    layout: MatrixLayout,
+    output_dir: Path,
     on: str,
     model: Mapping[str, Any],
     arguments: Mapping[str, Any],
-    resume: str | None = None,
+    resume: Path | None = None,
 ) -> dict[str, Any]:
     """Train with checkpoints at steps 3 and 6; a resumed training saves what it has loaded as its checkpoint-3.
 
     Args:
-        layout: a ``MatrixLayout`` as JSON.
         output_dir: the same on all ranks.
         on: name of the device that holds the model.
         model: overrides of the tiny model's configuration.
@@ -57,7 +57,7 @@ def train(
     from paddleformers_fc.execute import load
     from paddleformers_fc.trainer import live_roles, save
     from paddleformers_fc.trainer.session import session_of
-    from tests.trainer.ema_jobs import bits
+    from tests.trainer.test_ema import bits
 
     paddle.set_device(on)
     found: dict[str, Any] = {"page-locked": note_page_locked(), "step ends": count_step_ends()}
@@ -85,7 +85,7 @@ def train(
     trainer = flex_trainer(layout, output_dir, settings, model=model, callbacks=[SaveAsLoaded()])
     load.read_redistributed = counted("load", load.read_redistributed)
     save.write_and_commit = counted("save", save.write_and_commit)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=resume and str(resume))
     weights = [one.local_tensor for one in trainer.model.sharded_state_dict().values()]
     found["weights"] = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in weights)
     if "flex_ema_decay" in arguments:
@@ -174,16 +174,9 @@ class Trainings:
         self, layout: MatrixLayout, name: str, on: str, resume: Path | None = None
     ) -> tuple[tuple[dict[str, Any], ...], Path]:
         """Train; what :func:`train` returns on every rank, and the directory."""
-        job = {
-            "layout": layout.to_json(),
-            "output_dir": str(self.directory / name),
-            "on": on,
-            "model": dict(self.model),
-            "arguments": dict(self.arguments),
-            "resume": None if resume is None else str(resume),
-        }
+        job = {"output_dir": self.directory / name, "model": self.model, "arguments": self.arguments, "resume": resume}
         ranks = self.plain if on == "cpu" else self.ranks
-        result = ranks.run(f"{__name__}:train", layout.nproc, job)
+        result = job_on_ranks(ranks.run, layout.nproc, train, layout=layout, on=on, **job)
         lines = [line for line in result.logs[0].read_text(errors="replace").splitlines() if _REPORTED.search(line)]
         assert len(lines) == (2 if resume is None else 3)
         if not {*OFFLOADED, *AVERAGE} & self.arguments.keys():

@@ -1,9 +1,10 @@
-"""Jobs that run inside rank processes: configurations and real models of PaddleFormers' own classes."""
+"""What ranks do in the tests of families: configurations and real models of PaddleFormers' own classes."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -86,9 +87,9 @@ def plain_model(model_type: str, values: Mapping[str, Any]) -> Any:
 def train_plain(
     model_type: str,
     values: Mapping[str, Any],
-    output_dir: str,
+    output_dir: Path,
     source: Mapping[str, Any] | None = None,
-    resume: str | None = None,
+    resume: Path | None = None,
     tie: bool = False,
     ours: bool = True,
 ) -> dict[str, Any]:
@@ -126,8 +127,8 @@ def train_plain(
         return paddle.nn.functional.cross_entropy(outputs if paddle.is_tensor(outputs) else outputs[0], labels)
 
     trainer = tiny.trainer(model, args, train_dataset=tiny.Samples(), criterion=criterion, **extra)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=resume and str(resume))
     if ours:
-        trainer.save_model(f"{output_dir}/hf")
+        trainer.save_model(str(output_dir / "hf"))
     first, last = model.get_input_embeddings().weight.numpy(), model.get_output_embeddings().weight.numpy()
     return {"losses": list(map(float, trainer.losses)), "tied": np.array_equal(first, last)}

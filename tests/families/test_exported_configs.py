@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from paddleformers_fc.families import family_for
+from tests.families.jobs import exported_configs
 from tests.families.test_transformers import CASES
+from tests.harness.on_ranks import run_on_ranks
 from tools import config_readers
 from verification.forkserver import ForkServer
 
@@ -48,10 +50,8 @@ ROTARY = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_
 
 def exported(ranks: ForkServer, sources: dict[str, dict[str, Any]], kept: bool, **changed: Any) -> dict[str, Any]:
     """The configurations that a process of PaddleFormers writes, by name."""
-    given = {"sources": sources, "kept": kept, "changed": changed}
-    result = ranks.run("tests.families.jobs:exported_configs", 1, given)
-    assert result.ok, result.logs[0].read_text()
-    return dict(result.values[0])
+    (found,) = run_on_ranks(ranks, 1, exported_configs, sources=sources, kept=kept, changed=changed)
+    return dict(found)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,13 @@
-"""What ranks do in the tests of this room; each public function is a job of the fork server."""
+"""What ranks do in the tests of this room."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 
-def save(directory: str, options: dict[str, Any], added: int = 0) -> None:
+def save(directory: Path, options: dict[str, Any], added: int = 0) -> None:
     """Save tensors of every kind with Paddle's own FlexCheckpoint, two columns of each on each of two ranks.
 
     Args:
@@ -36,7 +37,7 @@ def save(directory: str, options: dict[str, Any], added: int = 0) -> None:
         tensor = paddle.to_tensor(held)
         tensor = tensor.astype("bfloat16") if name.endswith("bfloat16") else tensor
         weights[name] = ShardedWeight(name, tensor, tuple(held.shape), tuple(values.shape), offset)
-    save_state_dict(weights, directory, **options)
+    save_state_dict(weights, str(directory), **options)
 
 
 def arrays() -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.formats.jobs import train
+from tests.harness.on_ranks import run_on_ranks
 from verification.forkserver import ForkServer
 from verification.matrix.layouts import parse_layout
 from verification.matrix.tiny import keys
@@ -39,15 +41,15 @@ class Runs:
             used, model_type = replace(parse_layout(layout), bf16=bf16), (model or {}).get("model_type", "llama")
             output_dir = self._root / str(len(self._saved))
             given = {
-                "layout": used.to_json(),
-                "output_dir": str(output_dir),
+                "layout": used,
+                "output_dir": output_dir,
                 "arguments": {"max_steps": 2, "save_steps": 2, **(options or {})},
                 "ours": options is None,
                 "model": {name: value for name, value in (model or {}).items() if name != "model_type"},
                 "model_type": model_type,
                 "frozen": frozen,
             }
-            assert self._ranks.run("tests.formats.jobs:train", used.nproc, given).values[0]["step"] == 2
+            assert run_on_ranks(self._ranks, used.nproc, train, **given)[0]["step"] == 2
             self._saved[key] = output_dir / "checkpoint-2"
             if not (self._saved[key] / "config.json").exists():
                 (self._saved[key] / "config.json").write_text(json.dumps({**keys(model_type), **(model or {})}))

@@ -17,7 +17,9 @@ from paddleformers_fc.families.registry import tiny_models
 from paddleformers_fc.layout.shards import Shard
 from tests.families.spaces import BY_NAME
 from tests.formats import page_reader
+from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import SD2V2
+from tests.trainer.jobs import run
 from verification import simulate_ranks
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
@@ -72,7 +74,6 @@ def test_the_page_gives_every_tensor_of_a_family(tmp_path: Path, name: str) -> N
 
 
 def test_the_page_gives_every_tensor_that_a_trainer_has_saved(ranks: ForkServer, tmp_path: Path) -> None:
-    settings = {"layout": SD2V2.to_json(), "output_dir": str(tmp_path), "arguments": {"max_steps": 2, "save_steps": 2}}
-    ranks.run("tests.trainer.jobs:run", SD2V2.nproc, settings)
+    run_on_ranks(ranks, 2, run, layout=SD2V2, output_dir=tmp_path, arguments={"max_steps": 2, "save_steps": 2})
     directory = tmp_path / "checkpoint-2"
     assert by_the_page(directory) == by_the_package(directory)

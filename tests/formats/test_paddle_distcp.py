@@ -26,8 +26,9 @@ from paddleformers_fc.storage.dtypes import to_numpy, to_safetensors
 from paddleformers_fc.storage.pickles import PickledObject, encode_array_dict, encode_pickle, read_pickle
 from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, open_named
 from tests.formats.damage import Damage, assert_refused, edit_json, linked_outside, with_file, without
-from tests.formats.jobs import arrays
+from tests.formats.jobs import arrays, save
 from tests.formats.runs import Runs
+from tests.harness.on_ranks import run_on_ranks
 from tests.storage.support import RangeReader
 from verification.forkserver import ForkServer
 
@@ -51,7 +52,7 @@ def put_together(catalog: Catalog, role: str, name: str) -> np.ndarray[Any, Any]
 def stock(request: pytest.FixtureRequest, ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two ranks."""
     directory = tmp_path_factory.mktemp("stock")
-    ranks.run("tests.formats.jobs:save", 2, {"directory": str(directory), "options": request.param})
+    run_on_ranks(ranks, 2, save, directory=directory, options=request.param)
     return directory
 
 
@@ -73,8 +74,7 @@ def test_the_last_of_several_saves_into_one_directory_is_read(ranks: ForkServer,
     twice = tmp_path / "twice"
     shutil.copytree(stock, twice)
     for id in (2, 10):
-        options = {"unique_id": id}
-        ranks.run("tests.formats.jobs:save", 2, {"directory": str(twice), "options": options, "added": id})
+        run_on_ranks(ranks, 2, save, directory=twice, options={"unique_id": id}, added=id)
     opened = PADDLE_DISTCP.open(twice)
     assert opened.files == {"0_10.distcp", "1_10.distcp"}
     found = put_together(opened.catalog, MODEL_STATE, "cut.float32")

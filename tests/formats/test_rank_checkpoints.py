@@ -41,7 +41,9 @@ from tests.formats.damage import (
     with_json,
     without,
 )
+from tests.formats.jobs import train_with_average
 from tests.formats.runs import Runs
+from tests.harness.on_ranks import run_on_ranks
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 from verification.matrix.layouts import parse_layout
@@ -155,8 +157,8 @@ def test_upstreams_moving_averages_are_a_role(
 ) -> None:
     used = replace(parse_layout(layout), bf16=True)
     average = {"zcc_save_ema_coef": 0.5, "zcc_ema_interval": 1, "save_steps": 1, "max_steps": 2}
-    given = {"layout": used.to_json(), "output_dir": str(tmp_path), "arguments": {**options, **average}, "model": model}
-    assert ranks.run("tests.formats.jobs:train_with_average", used.nproc, given).values[0]["step"] == 2
+    given = {"layout": used, "output_dir": tmp_path, "arguments": {**options, **average}, "model": model}
+    assert run_on_ranks(ranks, used.nproc, train_with_average, **given)[0]["step"] == 2
     config = json.dumps({**keys("llama"), **model}).encode()
     for step in (1, 2):
         (tmp_path / f"checkpoint-{step}" / "config.json").write_bytes(config)  # Paddle's FlexCheckpoint has none.

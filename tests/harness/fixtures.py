@@ -18,9 +18,7 @@ OURS = (
     "paddleformers_fc.trainer.entry",
     "paddleformers_fc.trainer.loop",
     "paddleformers_fc.trainer.streaming",
-    "tests.trainer.workflow_jobs",
-    "tests.trainer.jobs",
-    "pytest",
+    "tests.trainer.test_lora",
 )
 """What most jobs import: half of a short job's time, where each of its ranks imports it."""
 

@@ -11,8 +11,9 @@
     def test_a_run_saves_its_last_step(layout: MatrixLayout, tmp_path: Path) -> None:
         ...
 
-Parameters and fixtures are passed to every rank as JSON; paths and layouts arrive as such. A failing assertion on any
-rank fails the test and shows the end of each rank's log. A test of several jobs calls :func:`run_on_ranks` for each.
+Parameters and fixtures are passed to every rank as JSON; paths, layouts and functions of modules arrive as such. A
+failing assertion on any rank fails the test and shows the end of each rank's log. A test of several jobs calls
+:func:`run_on_ranks` for each.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.harness.tiny import SINGLE, MatrixLayout, layout_from
-from verification.forkserver import ForkServer
+from verification.forkserver import ForkServer, JobResult
 
 _JOB = f"{__name__}:call_body"
-_PATH, _LAYOUT = "a path", "a layout"
+_PATH, _LAYOUT, _FUNCTION = "a path", "a layout", "a function"
 
 
 def on_ranks(
@@ -60,32 +62,42 @@ def on_ranks(
     return decorate
 
 
-def run_on_ranks(server: ForkServer, count: int, body: Callable[..., Any], **arguments: Any) -> tuple[Any, ...]:
+def run_on_ranks(server: ForkServer, count: int, body: Callable[..., Any], /, **arguments: Any) -> tuple[Any, ...]:
     """Run a function of a test module on forked ranks and return its results by rank.
 
     Raises:
         PeerError: the function raised on a rank.
     """
-    sent = {name: _to_json(value) for name, value in arguments.items()}
-    return server.run(_JOB, count, {"module": body.__module__, "name": body.__name__, "arguments": sent}).values
+    return job_on_ranks(server.run, count, body, **arguments).values
 
 
-def call_body(module: str, name: str, arguments: Mapping[str, Any]) -> Any:
+def job_on_ranks(
+    start: Callable[..., JobResult], count: int, body: Callable[..., Any], /, **arguments: Any
+) -> JobResult:
+    """Run a function as :func:`run_on_ranks` does, and return its results with exit codes and logs.
+
+    Args:
+        start: ``server.run``, or ``server.attempt`` if ranks may fail.
+    """
+    return start(_JOB, count, {"call": json.dumps([body, arguments], default=_to_json)})
+
+
+def call_body(call: str) -> Any:
     """Call the body of a test on this rank; a job of the fork server."""
-    function = getattr(importlib.import_module(module), name)
-    body = inspect.unwrap(function)
-    return body(**{key: _from_json(value) for key, value in arguments.items()})
+    body, arguments = json.loads(call, object_hook=_from_json)
+    return body(**arguments)
 
 
 def _to_json(value: Any) -> Any:
     if isinstance(value, MatrixLayout):
         return {_LAYOUT: value.to_json()}
-    return {_PATH: str(value)} if isinstance(value, Path) else value
+    return {_PATH: str(value)} if isinstance(value, Path) else {_FUNCTION: [value.__module__, value.__qualname__]}
 
 
-def _from_json(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
+def _from_json(value: dict[str, Any]) -> Any:
+    if value.keys() == {_FUNCTION}:
+        module, name = value[_FUNCTION]
+        return inspect.unwrap(getattr(importlib.import_module(module), name))
     if value.keys() == {_LAYOUT}:
         return layout_from(value[_LAYOUT])
     return Path(value[_PATH]) if value.keys() == {_PATH} else value

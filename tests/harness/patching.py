@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -15,3 +16,16 @@ def precede(owner: Any, name: str, act: Callable[..., object]) -> None:
         return native(*args, **kwargs)
 
     setattr(owner, name, preceded)
+
+
+@contextlib.contextmanager
+def without(owner: Any, name: str) -> Iterator[None]:
+    """Context manager in which a class or module has this attribute under another name."""
+    original = vars(owner)[name]
+    delattr(owner, name)
+    setattr(owner, f"{name}_renamed", original)
+    try:
+        yield
+    finally:
+        delattr(owner, f"{name}_renamed")
+        setattr(owner, name, original)

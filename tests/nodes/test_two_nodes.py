@@ -19,8 +19,10 @@ import yaml
 from paddleformers_fc.cpu_runtime.ranks import SAVED_ON_SIGNAL, free_ports
 from paddleformers_fc.storage.manifest import read_manifest
 from paddleformers_fc.trainer import register
+from tests.harness.on_ranks import run_on_ranks
 from tests.harness.waiting import wait_until
 from tests.nodes.network import BIN, Ended, Node, Running, joined_nodes, run
+from tests.trainer.test_entry_points import run_command_line
 from verification.demo.assets import prepare as prepare_assets
 from verification.forkserver import ForkServer
 
@@ -105,7 +107,7 @@ def test_two_nodes_resume_from_one_and_each_saves_its_part(ranks: ForkServer, no
     saved = config.with_name("saved.yaml")
     content = yaml.safe_load(config.read_text())
     saved.write_text(yaml.safe_dump({**content, "output_dir": str(nodes[1].disk / "out"), **REGISTERED}))
-    ranks.run("tests.trainer.entry_jobs:run_command_line", 2, {"yaml": str(saved)})
+    run_on_ranks(ranks, 2, run_command_line, yaml=saved)
     ended = train(nodes, config, "max_steps=3", "save_steps=3")
     assert all("Resumed step 2" in one.output for one in ended), "\n".join(one.output for one in ended)
     each_disk_has_its_part(nodes, ended, 3, [2, 3])

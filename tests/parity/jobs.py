@@ -30,7 +30,7 @@ TRAINING = ("gpt_oss",)
 """Model types whose forward pass is wrong unless the model is in training mode: it tiles tokens, not experts."""
 
 
-def compare(names: Sequence[str], layout: Mapping[str, Any], output_dir: str) -> dict[str, dict[str, Any]]:
+def compare(names: Sequence[str], layout: tiny.MatrixLayout, output_dir: Path) -> dict[str, dict[str, Any]]:
     """For every fixture the difference of ``logits`` and what an ``export`` or a stream changes, or the ``error``.
 
     Args:
@@ -39,16 +39,16 @@ def compare(names: Sequence[str], layout: Mapping[str, Any], output_dir: str) ->
         output_dir: a directory for checkpoints.
     """
     args = arguments(layout, output_dir)
-    return {name: _compared(fixtures.read(name), args, Path(output_dir)) for name in names}
+    return {name: _compared(fixtures.read(name), args, output_dir) for name in names}
 
 
-def fill_built(name: str, output_dir: str) -> str:
+def fill_built(name: str, output_dir: Path) -> str:
     """The error of filling a model of a fixture that PaddleFormers has built by its own reading of config.json."""
     from paddleformers_fc import load_open_weights
 
-    arguments(tiny.SINGLE.to_json(), output_dir)
+    arguments(tiny.SINGLE, output_dir)
     fixture = fixtures.read(name)
-    source = str(fixture.write(Path(output_dir) / "given"))
+    source = str(fixture.write(output_dir / "given"))
     kind = _kind(fixture)
     model = kind.from_config(kind.config_class.from_pretrained(source), dtype="float32")
     return _error(lambda: load_open_weights(model, source))
@@ -69,7 +69,7 @@ def _error(call: Callable[[], object]) -> str:
     return ""
 
 
-def arguments(layout: Mapping[str, Any], output_dir: str) -> Any:
+def arguments(layout: tiny.MatrixLayout, output_dir: Path) -> Any:
     """Training arguments that let this package read open weights, where every class can be imported."""
     from paddleformers_fc import FlexTrainingArguments
 

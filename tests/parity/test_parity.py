@@ -13,9 +13,11 @@ import pytest
 
 from paddleformers_fc.families import own_families
 from tests.harness import tiny
+from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import MatrixLayout
 from tests.parity import fixtures
 from tests.parity.evidence import NOT_COMPARED, REFUSED, REFUSED_APART
+from tests.parity.jobs import compare, fill_built
 from verification.forkserver import ForkServer
 
 TOLERANCE = 2e-6
@@ -30,9 +32,8 @@ QUICK = ["llama", "ernie4_5_moe", "gpt_oss", "qwen2_5_vl", "qwen3_next"]
 
 def compared(ranks: ForkServer, names: list[str], layout: MatrixLayout, directory: Path) -> dict[str, dict[str, Any]]:
     """What a job finds for fixtures."""
-    kwargs = {"names": names, "layout": layout.to_json(), "output_dir": str(directory)}
-    found: dict[str, dict[str, Any]] = ranks.run("tests.parity.jobs:compare", layout.nproc, kwargs).values[0]
-    return found
+    found, *_ = run_on_ranks(ranks, layout.nproc, compare, names=names, layout=layout, output_dir=directory)
+    return dict(found)
 
 
 def require_equal(found: dict[str, dict[str, Any]], refused: dict[str, str]) -> None:
@@ -70,8 +71,7 @@ def test_logits_and_exports_are_those_of_transformers(
 def test_a_model_that_paddleformers_built_with_other_positions_than_its_weights_have_is_refused(
     ranks: ForkServer, tmp_path: Path
 ) -> None:
-    kwargs = {"name": "qwen3_vl", "output_dir": str(tmp_path)}
-    error: str = ranks.run("tests.parity.jobs:fill_built", 1, kwargs).values[0]
+    (error,) = run_on_ranks(ranks, 1, fill_built, name="qwen3_vl", output_dir=tmp_path)
     assert "MismatchError: Qwen3VLConfig of PaddleFormers does not read the rotary embedding" in error
     _, _, evidence = error.partition("rope_parameters: ")
     stored, _, live = evidence.partition(" in config.json, ")

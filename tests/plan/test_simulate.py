@@ -76,8 +76,8 @@ def compare_with_live(model_type: str, layout: MatrixLayout, model: dict[str, An
 
     # Multi-token prediction with its packing offsets takes one sample at a time.
     micro_batch = 1 if model.get("num_nextn_predict_layers") else None
-    args = tiny.training_arguments(layout.to_json(), str(output_dir), micro_batch, max_steps=1)
-    built = tiny.build(model_type, layout.to_json(), args, **model)
+    args = tiny.training_arguments(layout, output_dir, micro_batch, max_steps=1)
+    built = tiny.build(model_type, layout, args, **model)
     trainer = tiny.trainer(built, args)
     trainer.train()
     weights = built.sharded_state_dict()
@@ -103,7 +103,7 @@ def test_experts_of_both_modalities_are_on_the_live_ranks_of_the_simulated_ones(
     values = {key: value for key, value in config.items() if key != "model_type"}
     values |= {"moe_group": "world", "fuse_rms_norm": False, "moe_k": 2, "pixel_hidden_size": 16}
     values["tie_word_embeddings"] = False
-    tiny.training_arguments(tiny.DP2.to_json(), str(tmp_path))  # It starts the groups of ranks.
+    tiny.training_arguments(tiny.DP2, tmp_path)  # It starts the groups of ranks.
     live = describe_roles({"model_state": jobs.plain_model(family.name, values).sharded_state_dict()})["model_state"]
     simulated = declared_model(family, model_of(config), parse_grid("sharding=2,split=true,ep=2"))
     rank = paddle.distributed.get_rank()

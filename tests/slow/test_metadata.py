@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import DP2, MatrixLayout
-from tests.trainer.jobs import flex_trainer
+from tests.trainer.jobs import flex_trainer, run
 from verification.forkserver import ForkServer
 
 STEPS = {"save_steps": 1, "save_total_limit": 2, "logging_steps": 1}
@@ -23,7 +23,7 @@ def train(layout: MatrixLayout, output_dir: Path, steps: int, expected: list[flo
         expected: the losses of these steps.
     """
     os.environ.update({"FLEX_SLOW_ROOT": str(output_dir), **SLOW})
-    trainer = flex_trainer(layout.to_json(), str(output_dir), {**STEPS, "max_steps": steps})
+    trainer = flex_trainer(layout, output_dir, {**STEPS, "max_steps": steps})
     trainer.train(resume_from_checkpoint=any(output_dir.glob("checkpoint-*")) or None)
     assert trainer.losses == expected
 
@@ -37,8 +37,8 @@ def names(directory: Path) -> list[str]:
 @pytest.fixture
 def expected(ranks: ForkServer, tmp_path: Path) -> list[float]:
     """The losses of six steps without the library."""
-    job = {"layout": DP2.to_json(), "output_dir": str(tmp_path / "plain"), "arguments": {**STEPS, "max_steps": 6}}
-    return list(ranks.run("tests.trainer.jobs:run", DP2.nproc, job).values[0]["losses"])
+    job = {"layout": DP2, "output_dir": tmp_path / "plain", "arguments": {**STEPS, "max_steps": 6}}
+    return list(run_on_ranks(ranks, DP2.nproc, run, **job)[0]["losses"])
 
 
 @pytest.mark.slow

@@ -7,9 +7,7 @@ import errno
 import fcntl
 import itertools
 import os
-import re
 import subprocess
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ from paddleformers_fc.storage.manifest import (
     write_manifest,
 )
 from paddleformers_fc.storage.paths import ASIDE, LOCK_NAME, REMOVED, UNFINISHED, parse_hidden
-from tests.crash.net import Gate, Net, Operation, cast
+from tests.crash.net import refusing
 from tests.crash.refusals import with_own_mounts
 from tests.storage.support import (
     STATE,
@@ -140,18 +138,6 @@ def test_staging_that_lost_a_file_is_not_committed(tmp_path: Path, saved: Path) 
     assert list(caught.value.evidence) == [f"{WEIGHTS} is missing"]
     assert value_of(saved) == 1
     assert names_in(tmp_path) == ["checkpoint-5"]
-
-
-def refusing(kind: str, pattern: str, number: int, only: int = 0) -> AbstractContextManager[Any]:
-    """Let the system refuse calls of a kind on paths of a pattern: all of them, or only the one of this number."""
-    calls = itertools.count(1)
-
-    class Refuse(Gate):
-        def before(self, operation: Operation) -> None:
-            if operation.kind == kind and re.search(pattern, operation.path) and (not only or next(calls) == only):
-                raise OSError(number, os.strerror(number), operation.path)
-
-    return cast(Net(Refuse()))
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(tmp_path: Path, saved: Path) -> None:

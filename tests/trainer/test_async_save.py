@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import importlib
 import json
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,26 @@ import pytest
 from paddleformers_fc.errors import FlexError
 from paddleformers_fc.storage.checksum import INDEX_NAME
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, read_manifest, verify_files
-from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.crash.net import refusing
+from tests.harness.on_ranks import job_on_ranks, on_ranks, run_on_ranks
 from tests.harness.patching import precede
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
-from tests.trainer.disk_jobs import refusing
-from tests.trainer.jobs import TO_BEST, callback, few_samples, flex_trainer, logged, outcome, trained
+from tests.trainer.jobs import (
+    TO_BEST,
+    callback,
+    few_samples,
+    flex_trainer,
+    logged,
+    outcome,
+    run,
+    run_with_frozen,
+    run_with_scaler,
+    trained,
+)
+from tests.trainer.test_lora import train_adapters
 from tests.trainer.test_trainer import bf16, settings
 from verification.forkserver import ForkServer
 
-JOBS = "tests.trainer.jobs"
 EVERY_STEP = {"max_steps": 3, "save_steps": 1}
 ASYNC = {"flex_async_save": True}
 LONG = 60.0
@@ -56,14 +67,10 @@ def all_contents(output_dir: Path) -> dict[str, dict[str, str]]:
 # ---- A snapshot is that of its step.
 
 
-def with_late_copies(job: str, **settings: Any) -> Any:
+def with_late_copies(job: Callable[..., Any], **settings: Any) -> Any:
     """Run a job whose snapshots are copied when the next update wants to begin, and after it if it does not wait.
 
     What a moving average reads is copied then too, or when someone waits for the average before that.
-
-    Args:
-        job: module and function.
-        settings: its arguments.
     """
     from paddleformers_fc.execute.async_snapshot import SnapshotCopy
     from paddleformers_fc.trainer import async_save
@@ -87,27 +94,37 @@ def with_late_copies(job: str, **settings: Any) -> Any:
     precede(MovingAverage, "wait_for_update", lambda _: average_wanted.set())
     precede(SnapshotCopy, "finish", wait_for_the_update)
     precede(LoopEvents, "call_event", note)
-    module, _, name = job.partition(":")
-    return getattr(importlib.import_module(module), name)(**settings)
+    return job(**settings)
+
+
+def swap_between_steps(**settings: Any) -> list[float]:
+    """Train with an evaluation of the averaged weights in every pass, while saves of the step before are under way."""
+    from paddleformers_fc import averaged_weights
+
+    def evaluate(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step:
+            with averaged_weights(trainer):
+                trainer.evaluate()
+
+    trainer = flex_trainer(**settings, callbacks=[callback(on_step_begin=evaluate)], eval_dataset=few_samples())
+    trainer.train()
+    return list(trainer.losses)
 
 
 AVERAGED = {"flex_ema_decay": 0.9}
 ACCUMULATED = {**AVERAGED, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-RUN = f"{JOBS}:run"
-EVALUATED = "tests.trainer.ema_jobs:swap_between_steps"
-"""An evaluation of the averaged weights in every pass."""
 FROZEN = {"frozen": ["model.embed_tokens.weight", "model.norm.weight"]}
 OFFLOADED = {"tensorwise_offload_optimizer": True}
 TRAININGS = {
-    "accumulation, evaluations": (SINGLE, EVALUATED, ACCUMULATED, {}),
-    "bfloat16, split_param": (bf16(SD2V2), RUN, AVERAGED, {}),
-    "bfloat16, split_param, evaluations": (bf16(SD2V2), EVALUATED, AVERAGED, {}),
-    "LoRA, average": (TP2, "tests.trainer.lora_jobs:run", AVERAGED, {}),
-    "frozen": (SD2V2, f"{JOBS}:run_with_frozen", {}, FROZEN),
-    "scaler": (SINGLE, f"{JOBS}:run_with_scaler", {}, {"initial": 4.0}),
-    "offloaded": (bf16(SINGLE), RUN, OFFLOADED, {}),
-    "experts": (EP2, RUN, ACCUMULATED, {"model_type": "ernie4_5_moe"}),
-    **{layout.name: (layout, RUN, ACCUMULATED, {}) for layout in (PP2, *map(bf16, (TP2, SD2V1, SD2S2, SD2S3)))},
+    "accumulation, evaluations": (SINGLE, swap_between_steps, ACCUMULATED, {}),
+    "bfloat16, split_param": (bf16(SD2V2), run, AVERAGED, {}),
+    "bfloat16, split_param, evaluations": (bf16(SD2V2), swap_between_steps, AVERAGED, {}),
+    "LoRA, average": (TP2, train_adapters, AVERAGED, {}),
+    "frozen": (SD2V2, run_with_frozen, {}, FROZEN),
+    "scaler": (SINGLE, run_with_scaler, {}, {"initial": 4.0}),
+    "offloaded": (bf16(SINGLE), run, OFFLOADED, {}),
+    "experts": (EP2, run, ACCUMULATED, {"model_type": "ernie4_5_moe"}),
+    **{layout.name: (layout, run, ACCUMULATED, {}) for layout in (PP2, *map(bf16, (TP2, SD2V1, SD2S2, SD2S3)))},
 }
 """Layout, job, options and further arguments of the job."""
 SAMPLE = ("accumulation, evaluations", "bfloat16, split_param")
@@ -123,8 +140,8 @@ def test_a_late_copy_is_that_of_the_saved_step(ranks: ForkServer, tmp_path: Path
     for name in ("in", "beside"):
         is_beside = {"use_flex_async_save": True} if name == "beside" else {}
         arguments = {**settings(layout, tmp_path / name, **EVERY_STEP, **options, **is_beside), **given}
-        called, more = (f"{__name__}:with_late_copies", {"job": job}) if is_beside else (job, {})
-        values = ranks.run(called, layout.nproc, {**more, **arguments}).values
+        called, more = (with_late_copies, {"job": job}) if is_beside else (job, {})
+        values = run_on_ranks(ranks, layout.nproc, called, **more, **arguments)
         found.append((values, all_contents(tmp_path / name)))
     assert len(found[0][1]) == EVERY_STEP["max_steps"]
     assert found[0] == found[1]
@@ -504,8 +521,8 @@ def test_a_save_is_committed_before_an_error_of_training_on_all_ranks_ends_the_j
     ranks: ForkServer, tmp_path: Path, victims: list[int], kind: str, committed: list[int]
 ) -> None:
     """If one rank fails alone, the other waits for it in its step, and the save is not committed."""
-    given = {"victims": victims, "kind": kind, **settings(DP2, tmp_path, **EVERY_STEP, **ASYNC)}
-    ran = ranks.attempt(f"{__name__}:break_off", 2, given)
+    given = settings(DP2, tmp_path, **EVERY_STEP, **ASYNC)
+    ran = job_on_ranks(ranks.attempt, 2, break_off, victims=victims, kind=kind, **given)
     logs = [ran.logs[rank].read_text() for rank in victims]
     assert all(kind in log and "broken off" in log for log in logs)
     abandoned = "checkpoint-2 may not be committed: training has failed on some ranks"

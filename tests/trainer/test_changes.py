@@ -20,10 +20,18 @@ from paddleformers_fc.families.changes import Change
 from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.run_changes import changes_text, check_same_samples
 from tests.harness import tiny
-from tests.harness.on_ranks import on_ranks
+from tests.harness.on_ranks import job_on_ranks, on_ranks, run_on_ranks
 from tests.harness.tiny import DP2, PP2, SD2S2, SD2S3, SD2V2, SINGLE, TP2, MatrixLayout
-from tests.trainer.jobs import frozen_trainer, logged, refused, trained
-from tests.trainer.test_trainer import JOBS, bf16, settings
+from tests.trainer.jobs import (
+    frozen_trainer,
+    logged,
+    refused,
+    resume_and_save_again,
+    run,
+    run_with_frozen,
+    trained,
+)
+from tests.trainer.test_trainer import bf16, settings
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
@@ -183,7 +191,7 @@ def given(layout: MatrixLayout, output_dir: Path, resume: Path | None = None, **
 def full(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A float32 checkpoint."""
     directory = tmp_path_factory.mktemp("full")
-    ranks.run(f"{JOBS}:run", 1, given(SINGLE, directory, save_steps=2))
+    run_on_ranks(ranks, 1, run, **given(SINGLE, directory, save_steps=2))
     return directory / "checkpoint-2"
 
 
@@ -199,12 +207,11 @@ def same(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
 def test_a_bfloat16_run_fills_master_weights_and_rounds_as_paddle(
     ranks: ForkServer, full: Path, tmp_path: Path
 ) -> None:
-    for found in ranks.run(f"{JOBS}:refused", 2, given(bf16(SD2V2), tmp_path / "refused", full)).values:
+    for found in run_on_ranks(ranks, 2, refused, **given(bf16(SD2V2), tmp_path / "refused", full)):
         assert (found["error"], found["changed"]) == ("MismatchError", False)
         assert "set flex_allow_casts: true" in found["text"]
-    result = ranks.run(
-        f"{JOBS}:resume_and_save_again", 2, given(bf16(SD2V2), tmp_path / "half", full, flex_allow_casts=True)
-    )
+    half = given(bf16(SD2V2), tmp_path / "half", full, flex_allow_casts=True)
+    result = job_on_ranks(ranks.run, 2, resume_and_save_again, **half)
     before, after = tensors(full), tensors(tmp_path / "half" / "checkpoint-2")
     weights = {name: one for (role, name), one in before.items() if role == "model_state"}
     for name, weight in weights.items():
@@ -220,20 +227,19 @@ def test_a_bfloat16_run_fills_master_weights_and_rounds_as_paddle(
     assert "model_state float32 to bfloat16: " in log
     # Back again without loss, because weights are read from master weights.
     back = given(TP2, tmp_path / "back", tmp_path / "half" / "checkpoint-2", flex_allow_casts=True)
-    result = ranks.run(f"{JOBS}:resume_and_save_again", 2, back)
+    result = job_on_ranks(ranks.run, 2, resume_and_save_again, **back)
     assert list(canonical_digests(tmp_path / "back" / "checkpoint-2")) == list(canonical_digests(full))
     assert "model_state from master_weight float32 to float32: " in result.logs[0].read_text(errors="replace")
 
 
 def test_a_master_weight_without_stored_states_is_read_from_its_weight(ranks: ForkServer, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
-    ranks.run(f"{JOBS}:run_with_frozen", 1, {**given(SINGLE, tmp_path / "full", save_steps=2), "frozen": [name]})
+    run_on_ranks(ranks, 1, run_with_frozen, **given(SINGLE, tmp_path / "full", save_steps=2), frozen=[name])
     checkpoint = tmp_path / "full" / "checkpoint-2"
     before = tensors(checkpoint)
     assert ("optimizer_state", f"{name}.moment1_0") not in before
-    result = ranks.run(
-        f"{JOBS}:resume_and_save_again", 1, given(HALF, tmp_path / "half", checkpoint, flex_allow_casts=True)
-    )
+    half = given(HALF, tmp_path / "half", checkpoint, flex_allow_casts=True)
+    result = job_on_ranks(ranks.run, 1, resume_and_save_again, **half)
     after = tensors(tmp_path / "half" / "checkpoint-2")
     assert same(after["master_weight", f"{name}.w_0"], before["model_state", name])
     assert not after["optimizer_state", f"{name}.moment1_0"].any()

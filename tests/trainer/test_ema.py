@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,28 +21,30 @@ from paddleformers_fc.errors import FlexError, OptionError
 from paddleformers_fc.storage.block_checksums import digest_of
 from paddleformers_fc.trainer.live_roles import UpdateBarrier
 from tests.cli.support import md5_of
-from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.harness import tiny
+from tests.harness.on_ranks import job_on_ranks, on_ranks, run_on_ranks
 from tests.harness.patching import precede
 from tests.harness.tiny import DP2, EP2, PP2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.harness.waiting import pause
-from tests.trainer import ema_jobs
-from tests.trainer.jobs import callback, few_samples, flex_trainer, logged, trained
-from tests.trainer.lora_jobs import trainer_of
+from tests.trainer import jobs
+from tests.trainer.jobs import callback, failing, few_samples, flex_trainer, logged, trained
+from tests.trainer.test_lora import trainer_of
 from tests.trainer.test_trainer import bf16 as half
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
-JOBS = "tests.trainer.jobs"
 DECAY = 0.9
 EVERY_STEP = {"max_steps": 6, "save_steps": 1, "logging_steps": 1}
 AVERAGE = {"flex_ema_decay": DECAY}
 
 
-def run(ranks: ForkServer, layout: MatrixLayout, output_dir: Path, job: str = "run", **given: Any) -> Any:
+def run(
+    ranks: ForkServer, layout: MatrixLayout, output_dir: Path, job: Callable[..., Any] = jobs.run, **given: Any
+) -> Any:
     """Run a job on the ranks of a layout; what its ranks return, and the log of the first."""
     arguments = {**EVERY_STEP, **AVERAGE, **given.pop("arguments", {})}
-    settings = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": arguments, **given}
-    result = ranks.run(f"{JOBS}:{job}", layout.nproc, settings)
+    settings = {"layout": layout, "output_dir": output_dir, "arguments": arguments, **given}
+    result = job_on_ranks(ranks.run, layout.nproc, job, **settings)
     return result.values, result.logs[0].read_text(errors="replace")
 
 
@@ -146,12 +150,36 @@ def test_an_average_is_loaded_under_every_layout(ranks: ForkServer, tmp_path: Pa
     assert {"ema_state", "model_state", "optimizer_state"} <= {one.role for one in expected}
     for number, layout in enumerate(others, 1):
         there = {"resume": str(tmp_path / f"{number - 1}/checkpoint-3"), "arguments": {"max_steps": 3}, **given}
-        _, log = run(ranks, layout, tmp_path / str(number), "resume_and_save_again", **there)
+        _, log = run(ranks, layout, tmp_path / str(number), jobs.resume_and_save_again, **there)
         assert list(canonical_digests(tmp_path / f"{number}/checkpoint-3")) == expected, layout.name
         assert "This run differs from the run that saved step" not in log
 
 
 # ---- The averaged weights in use.
+
+
+def digest_on_ranks(trainer: Any) -> str:
+    """A digest of the weights that all ranks hold together; the same under every layout."""
+    from paddleformers_fc.execute.digest import digest_live
+    from paddleformers_fc.trainer import live_roles
+    from paddleformers_fc.trainer.description import describe_model
+    from paddleformers_fc.trainer.session import channel_of
+
+    weights = live_roles.model_roles(trainer.model)["model_state"]
+    return digest_live(weights, describe_model(trainer.model), channel_of(trainer.args))
+
+
+def bits(trainer: Any) -> str:
+    """A digest of the weights of this rank, bit by bit."""
+    from paddleformers_fc.execute.memory import host_pieces
+    from paddleformers_fc.trainer import live_roles
+
+    digest = hashlib.md5()
+    for name, weight in sorted(live_roles.model_roles(trainer.model)["model_state"].items()):
+        tensor = weight.local_tensor
+        for piece in host_pieces(tensor, 0, int(tensor.size)):
+            digest.update(name.encode() + piece.tobytes())
+    return digest.hexdigest()
 
 
 def use_the_average(layout: MatrixLayout, output_dir: Path, adapters: bool = False, **given: Any) -> None:
@@ -161,15 +189,15 @@ def use_the_average(layout: MatrixLayout, output_dir: Path, adapters: bool = Fal
     averaged = []
 
     def swap(*_: Any, **__: Any) -> None:
-        before = ema_jobs.bits(trainer)
+        before = bits(trainer)
         with contextlib.suppress(ZeroDivisionError), averaged_weights(trainer):
-            assert ema_jobs.bits(trainer) != before
-            averaged.append(ema_jobs.digest_of(trainer))
+            assert bits(trainer) != before
+            averaged.append(digest_on_ranks(trainer))
             trainer.evaluate(few_samples())
             with pytest.raises(OptionError, match="neither trained nor saved"):
                 trainer._save_checkpoint(trainer.model)
             raise ZeroDivisionError
-        assert ema_jobs.bits(trainer) == before
+        assert bits(trainer) == before
         save_ema(trainer, str(output_dir / "live"))
 
     arguments = {"max_steps": 3, "save_steps": 3, **AVERAGE}
@@ -179,7 +207,7 @@ def use_the_average(layout: MatrixLayout, output_dir: Path, adapters: bool = Fal
     if not adapters:
         arguments = {"max_steps": 3, "sharded_model_from_ema": True, **AVERAGE}
         again = trained(layout, output_dir / "again", arguments, **given, resume=output_dir / "checkpoint-3")
-        assert [ema_jobs.digest_of(again)] == averaged
+        assert [digest_on_ranks(again)] == averaged
 
 
 def assert_exported(output_dir: Path) -> None:
@@ -204,12 +232,82 @@ def test_averaged_weights_are_in_the_model_and_the_former_ones_come_back(
         np.testing.assert_array_equal(exported, values.astype(exported.dtype))
 
 
+def evaluated(layout: MatrixLayout, output_dir: Path, arguments: dict[str, Any], fail: bool = False) -> dict[str, Any]:
+    """Train with an evaluation after every step; losses of both.
+
+    Args:
+        fail: whether an evaluation of the averaged weights fails in the middle of a pass before every later step;
+            returns whether the weights are then those of before.
+    """
+    from paddleformers_fc import averaged_weights
+
+    losses: list[float] = []
+    restored: list[bool] = []
+
+    def evaluate_and_fail(args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if fail and state.global_step:
+            before = bits(trainer)
+            layer = trainer.model.model.layers[2].mlp.down_proj
+            with contextlib.suppress(ZeroDivisionError), averaged_weights(trainer), failing(layer):
+                trainer.evaluate()
+            restored.append(bits(trainer) == before)
+
+    def note(*_: Any, metrics: Any = None, **__: Any) -> None:
+        losses.append(float(metrics["eval_loss"]))
+
+    given = {"eval_dataset": tiny.Samples(), "callbacks": [callback(on_step_begin=evaluate_and_fail, on_evaluate=note)]}
+    arguments = {"evaluation_strategy": "steps", "eval_steps": 1, "do_eval": True, **arguments}
+    trainer = flex_trainer(layout, output_dir, arguments, **given)
+    trainer.train()
+    trainer.save_model(str(output_dir / "exported"))
+    return {"losses": trainer.losses, "evaluated": losses, "restored": restored}
+
+
+def evaluated_before_weights_arrive(**settings: Any) -> dict[str, Any]:
+    """As :func:`evaluated`, with an export at the end, on ranks that receive nothing before they wait for it.
+
+    A device with streams may receive the weights of an overlapped broadcast or gather as late. With gloo they arrive
+    at once.
+    """
+    import paddle
+    from paddle.base import core
+
+    pending: list[Any] = []
+    broadcast, gather = paddle.distributed.broadcast, core.ProcessGroupGloo.all_gather
+
+    class Arrival:
+        def __init__(self, receive: Any) -> None:
+            self.receive = receive
+            pending.append(self)
+
+        def wait(self) -> None:
+            self.receive()
+            self.receive = lambda: None
+
+    def begin(tensor: Any, src: int = 0, group: Any = None, sync_op: bool = True) -> Any:
+        arrival = Arrival(lambda: broadcast(tensor, src, group, True))
+        return arrival.wait() if sync_op else arrival
+
+    def begin_gather(group: Any, part: Any, whole: Any, *more: Any, **named: Any) -> Any:
+        if more or named:  # Not the call by which sharding stage 1 v2 receives its parameters.
+            return gather(group, part, whole, *more, **named)
+        return Arrival(lambda: gather(group, part, whole).wait())
+
+    def synchronize() -> None:
+        while pending:
+            pending.pop(0).wait()
+
+    paddle.distributed.broadcast, paddle.device.synchronize = begin, synchronize
+    core.ProcessGroupGloo.all_gather = begin_gather
+    return evaluated(**settings)
+
+
 @on_ranks(layout=SD2S3)  # Each pass moves its slices of weights.
 def test_an_evaluation_has_the_averages_and_training_continues_as_before(tmp_path: Path) -> None:
     def evaluate(name: str, **arguments: Any) -> tuple[dict[str, Any], int]:
         given = {"max_steps": 3, "flex_ema_evaluate": True, **arguments}
         with logged() as lines:
-            found = ema_jobs.evaluated(SD2S3, tmp_path / name, given)
+            found = evaluated(SD2S3, tmp_path / name, given)
         reported = "flex_ema_evaluate: flex_ema_decay is 0, so the weights themselves are evaluated."
         return found, sum(reported in line for line in lines)
 
@@ -237,7 +335,7 @@ def test_weights_that_are_received_in_the_next_pass_are_waited_for(
 ) -> None:
     found = []
     steps = {"eval_steps": 2, "save_steps": 3, "max_steps": 5}  # Evaluation, save and export happen at different steps.
-    for train, overlap in ((ema_jobs.evaluated, False), (ema_jobs.evaluated_before_weights_arrive, True)):
+    for train, overlap in ((evaluated, False), (evaluated_before_weights_arrive, True)):
         place = tmp_path / str(overlap)
         given = {**steps, **arguments, option: overlap}
         losses = train(layout=layout, output_dir=place, arguments=given)
@@ -260,7 +358,7 @@ def test_adapters_are_averaged_and_exported(ranks: ForkServer, tmp_path: Path) -
 
 def test_frozen_parameters_have_no_average_until_they_are_trained(ranks: ForkServer, tmp_path: Path) -> None:
     frozen = "model.embed_tokens.weight"
-    run(ranks, DP2, tmp_path, "run_with_frozen", frozen=[frozen], arguments={"max_steps": 2})
+    run(ranks, DP2, tmp_path, jobs.run_with_frozen, frozen=[frozen], arguments={"max_steps": 2})
     second = tmp_path / "checkpoint-2"
     assert averages(second).keys() == weights(second).keys() - {frozen}
     paddleformers_fc.open(second).export(tmp_path / "export", role="ema_state")
@@ -268,7 +366,7 @@ def test_frozen_parameters_have_no_average_until_they_are_trained(ranks: ForkSer
     np.testing.assert_array_equal(exported.read(frozen), weights(second)[frozen])
     again = tmp_path / "again"
     given = {"resume": str(second), "arguments": {"max_steps": 3}}
-    _, log = run(ranks, TP2, again, "run_with_frozen", frozen=[], **given)
+    _, log = run(ranks, TP2, again, jobs.run_with_frozen, frozen=[], **given)
     assert "Their states start at zero, and their moving averages as copies of the weights." in log
     found, before, now = averages(again / "checkpoint-3"), averages(second), weights(again / "checkpoint-3")
     np.testing.assert_array_equal(found[frozen], now[frozen])

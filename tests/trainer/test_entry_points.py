@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,14 +29,14 @@ from paddleformers_fc.trainer.register import PATH
 from tests.cli.support import run
 from tests.harness import tiny
 from tests.harness.limits import LIMIT
-from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.harness.on_ranks import job_on_ranks, on_ranks, run_on_ranks
+from tests.harness.patching import without
 from tests.harness.tiny import SINGLE, MatrixLayout
 from tests.trainer.jobs import outcome, train_and_resume, trained
 from verification.demo.assets import Assets, prepare
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
-ENTRY = "tests.trainer.entry_jobs"
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = re.compile(r"^from paddleformers_fc import (.+)$", re.MULTILINE)
 
@@ -56,20 +59,32 @@ REPLACED = [
 ]
 
 
-def test_every_name_in_the_readme_and_the_training_page_can_be_imported(bare_ranks: ForkServer) -> None:
+@on_ranks(1, server="bare_ranks")
+def test_every_name_in_the_readme_and_the_training_page_can_be_imported() -> None:
     text = (ROOT / "README.md").read_text() + (ROOT / "docs/training.md").read_text()
     imported = [f"paddleformers_fc.{name}" for line in IMPORTS.findall(text) for name in line.split(", ")]
     names = sorted({*imported, *re.findall(r"paddleformers_fc(?:\.[A-Za-z_]+)+", text)})
     assert {"paddleformers_fc.FlexTrainerMixin", "paddleformers_fc.cpu_runtime"} <= set(names)
-    absent = "paddleformers_fc.FlexTrainers"
-    (missing,) = bare_ranks.run(f"{ENTRY}:missing_names", 1, {"names": [*names, absent]}).values
-    assert missing == {absent: "AttributeError: module 'paddleformers_fc' has no attribute 'FlexTrainers'"}
+    # Forget the submodules that this file has imported, which would make names of the package available.
+    for loaded in [name for name in sys.modules if name.partition(".")[0] == "paddleformers_fc"]:
+        del sys.modules[loaded]
+    package = {"paddleformers_fc": importlib.import_module("paddleformers_fc")}
+    for name in names:
+        eval(name, package)
+    with pytest.raises(AttributeError, match="module 'paddleformers_fc' has no attribute 'FlexTrainers'"):
+        eval("paddleformers_fc.FlexTrainers", package)
+
+
+def run_script(output_dir: Path, options: list[str]) -> None:
+    """Run the script of the recipes as an interpreter does, in a process that has imported Paddle."""
+    sys.argv = [str(ROOT / "recipes/script.py"), "--output", str(output_dir), *options]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_the_script_of_the_recipes_trains_on_two_ranks_and_resumes_on_one(ranks: ForkServer, tmp_path: Path) -> None:
     def run(nproc: int, *options: str) -> str:
-        job = {"script": str(ROOT / "recipes/script.py"), "arguments": ["--output", str(tmp_path / "out"), *options]}
-        return ranks.run(f"{ENTRY}:run_script", nproc, job).logs[0].read_text()
+        done = job_on_ranks(ranks.run, nproc, run_script, output_dir=tmp_path / "out", options=options)
+        return done.logs[0].read_text()
 
     first = run(2, "--steps", "3")
     resumed = run(1, "--steps", "4", "--resume", "newest")
@@ -77,9 +92,32 @@ def test_the_script_of_the_recipes_trains_on_two_ranks_and_resumes_on_one(ranks:
     assert losses(first)[0] > losses(resumed)[0]
 
 
-def test_importing_the_entry_changes_nothing_and_detaching_restores_all(bare_ranks: ForkServer) -> None:
-    (found,) = bare_ranks.run(f"{ENTRY}:replaced_methods", 1).values
-    assert found == {"imported": [], "installed": REPLACED, "detached": []}
+def methods() -> dict[str, int]:
+    from paddle.nn import Layer
+    from paddleformers.peft import LoRAModel
+    from paddleformers.trainer import PdArgumentParser, Trainer, TrainingArguments
+    from paddleformers.transformers import PretrainedModel
+
+    owners = (Trainer, PdArgumentParser, TrainingArguments, PretrainedModel, LoRAModel, Layer)
+    return {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items()}
+
+
+@on_ranks(1, server="bare_ranks")
+def test_importing_the_entry_changes_nothing_and_detaching_restores_all() -> None:
+    assert "paddleformers_fc.trainer.entry" not in sys.modules
+    before = methods()
+
+    def changed() -> list[str]:
+        return sorted(name for name, value in methods().items() if before.get(name) != value)
+
+    from paddleformers_fc.trainer import entry
+
+    assert changed() == []
+    entry.install()
+    entry.install()
+    assert changed() == REPLACED
+    entry.detach()
+    assert changed() == []
 
 
 def run_native(way: str, output_dir: Path) -> list[Any]:
@@ -170,10 +208,18 @@ def losses(log: str) -> list[float]:
     return [float(found) for found in re.findall(r"\bloss: ([0-9.]+), learning_rate", log)]
 
 
+def run_command_line(yaml: Path) -> None:
+    """What ``paddleformers-cli train`` runs in each of its workers."""
+    from paddleformers.cli import launcher
+
+    sys.argv = ["launcher.py", "train", str(yaml)]
+    launcher.launch()
+
+
 def train_by_workers(ranks: ForkServer, assets: Assets, output_dir: Path, nproc: int = 1, **keys: Any) -> str:
     """Train the recipe of the Llama as the command line's workers do, for four steps; the log of the first."""
     path = write_recipe("llama_pt", assets, output_dir, **FOUR_STEPS, **keys)
-    return ranks.run(f"{ENTRY}:run_command_line", nproc, {"yaml": str(path)}).logs[0].read_text()
+    return job_on_ranks(ranks.run, nproc, run_command_line, yaml=path).logs[0].read_text()
 
 
 def train_by_command(path: Path, directory: Path) -> str:
@@ -258,18 +304,21 @@ def test_keys_that_cannot_be_meant_are_refused_before_a_process_group() -> None:
     assert not parallel.parallel_helper._is_parallel_ctx_initialized()
 
 
+def run_command_line_without_a_method(yaml: Path) -> None:
+    from paddleformers.trainer import Trainer
+
+    with without(Trainer, "_save_checkpoint"):
+        run_command_line(yaml)
+
+
 def test_a_worker_trains_without_flex_checkpoint_although_a_method_is_renamed(
     ranks: ForkServer, assets: Assets, tmp_path: Path
 ) -> None:
     path = write_recipe("llama_pt", assets, tmp_path / "stock", max_steps=2, save_steps=9, flex_checkpoint=False)
-    given = {"yaml": str(path), "name": "_save_checkpoint"}
-    result = ranks.run("tests.trainer.upstream_jobs:command_line_with_a_renamed_method", 1, given)
-    log = result.logs[0].read_text()
+    log = job_on_ranks(ranks.run, 1, run_command_line_without_a_method, yaml=path).logs[0].read_text()
     assert "This environment does not support flex_checkpoint: true" in log
     assert len(losses(log)) == 2
 
-
-WORKFLOWS = "tests.trainer.workflow_jobs"
 
 # ---- Workflows by the recipes: stopped and resumed under another layout, each trains what it would have.
 
@@ -277,6 +326,56 @@ DP2 = {"gradient_accumulation_steps": 2}
 TP2 = {"gradient_accumulation_steps": 4, "tensor_model_parallel_size": 2}
 PP2 = {"gradient_accumulation_steps": 4, "pipeline_model_parallel_size": 2}
 SD2 = {"gradient_accumulation_steps": 2, "sharding": "stage1", "sharding_parallel_size": 2, "split_param": True}
+
+
+def train_watched(config: Path) -> dict[str, Any]:
+    """Run a YAML as each worker of ``paddleformers-cli train`` does.
+
+    Returns:
+        ``losses`` by step, and ``samples``: per step the digests of the sequences that this rank trained.
+    """
+    from paddleformers.cli import launcher
+    from paddleformers.cli.train.dpo import workflow as dpo
+    from paddleformers.cli.train.sft import workflow as sft
+    from paddleformers.trainer import TrainerCallback, trainer as of_trainer
+
+    known: dict[bytes, list[str]] = {}
+    losses: dict[int, float] = {}
+    samples: dict[int, list[str]] = {}
+
+    class Watch(TrainerCallback):
+        def on_load_data_end(self, args: Any, state: Any, control: Any, inputs: Any = None, **_: Any) -> None:
+            if state.global_step < state.max_steps:
+                rows = [hashlib.md5(repr(row).encode()).hexdigest()[:8] for row in inputs["input_ids"].tolist()]
+                samples.setdefault(state.global_step + 1, []).extend(known.get(_key(inputs), rows))
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if logs and "loss" in logs:
+                losses[state.global_step] = float(logs["loss"])
+
+    sft.collate_fn = _remembering(sft.collate_fn, known)
+    dpo.dpo_collate_fn = _remembering(dpo.dpo_collate_fn, known)
+    of_trainer.DEFAULT_CALLBACKS.append(Watch)
+    sys.argv = ["launcher.py", "train", str(config)]
+    launcher.launch()
+    return {"losses": list(losses.items()), "samples": list(samples.items())}
+
+
+def _remembering(collate: Callable[..., Mapping[str, Any]], known: dict[bytes, list[str]]) -> Callable[..., Any]:
+    """A collator that notes which sequences a batch is made of, by the tokens of the batch."""
+
+    def remembering(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        digests = [hashlib.md5(repr(one.token_ids).encode()).hexdigest()[:8] for row in batch for one in row]
+        made = collate(batch, *args, **kwargs)
+        known[_key(made)] = digests
+        return made
+
+    return remembering
+
+
+def _key(batch: Mapping[str, Any]) -> bytes:
+    tokens = batch["input_ids"]
+    return np.asarray(tokens.numpy() if hasattr(tokens, "numpy") else tokens, "int64").tobytes()
 
 
 @dataclass(frozen=True)
@@ -300,7 +399,7 @@ class Workflows:
     def train(self, recipe: str, output_dir: Path, **keys: Any) -> Watched:
         """Train a recipe on two ranks; samples that both see count once."""
         path = write_recipe(recipe, self.assets, output_dir, **keys)
-        values = self.server.run(f"{WORKFLOWS}:train", 2, {"config": str(path)}).values
+        values = run_on_ranks(self.server, 2, train_watched, config=path)
         model_parallel = {"tensor_model_parallel_size", "pipeline_model_parallel_size"} & keys.keys()
         samples: dict[int, list[str]] = {}
         for one in values[:1] if model_parallel else values:
@@ -311,7 +410,7 @@ class Workflows:
     def refused(self, recipe: str, output_dir: Path, **keys: Any) -> str:
         """Train a recipe, which must fail on both ranks; the log of the first one."""
         path = write_recipe(recipe, self.assets, output_dir, **keys)
-        result = self.server.attempt(f"{WORKFLOWS}:train", 2, {"config": str(path)})
+        result = job_on_ranks(self.server.attempt, 2, train_watched, config=path)
         assert not result.ok
         return result.logs[0].read_text()
 
@@ -408,13 +507,26 @@ def test_the_stock_command_line_trains_resumes_and_exports_adapters(
     assert load_file(tmp_path / "merged/model.safetensors").keys() == load_file(base / "model.safetensors").keys()
 
 
+def write_indexed(prefix: Path, model: Path, corpus: Path) -> None:
+    """Write a corpus of JSON lines as the indexed files that ``dataset_type: pretrain`` reads."""
+    from paddleformers.data.indexed_dataset import MMapIndexedDatasetBuilder
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    builder = MMapIndexedDatasetBuilder(f"{prefix}.bin", np.int32)
+    for line in corpus.read_text().splitlines():
+        builder.add_item(tokenizer.encode(json.loads(line)["text"][0]).ids)
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+
+
 @pytest.fixture(scope="module")
 def indexed(workflows: Workflows, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Keys of pre-training on an indexed corpus."""
     prefix = tmp_path_factory.mktemp("indexed") / "corpus"
     assets = workflows.assets
-    names = {"prefix": str(prefix), "model": str(assets.models["llama"]), "corpus": str(assets.corpus)}
-    workflows.server.run(f"{WORKFLOWS}:write_indexed", 1, names)
+    names = {"prefix": prefix, "model": assets.models["llama"], "corpus": assets.corpus}
+    run_on_ranks(workflows.server, 1, write_indexed, **names)
     return {
         "dataset_type": "pretrain",
         "input_dir": f"1.0 {prefix}",

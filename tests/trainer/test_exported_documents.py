@@ -11,7 +11,7 @@ import pytest
 from paddleformers_fc.execute.export import export_checkpoint
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks, run_on_ranks
-from tests.trainer.export_jobs import weights_of
+from tests.trainer.test_open_weights import weights_of
 from verification.forkserver import ForkServer
 
 # Greedy search with settings of sampling: PaddleFormers warns about it, and does not write such settings.

@@ -20,18 +20,15 @@ import paddleformers_fc
 from paddleformers_fc.errors import FlexError, MismatchError, OptionError
 from tests.cli.support import flip, run
 from tests.harness import tiny
-from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.harness.on_ranks import job_on_ranks, on_ranks, run_on_ranks
 from tests.harness.tiny import EP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
-from tests.trainer import peft_files
-from tests.trainer.export_jobs import weights_of
-from tests.trainer.jobs import callback, few_samples, flex_trainer, logged, weights_of as tensors_of
-from tests.trainer.lora_jobs import fingerprint, from_files, run_saving_what_was_loaded, trainer_of
+from tests.trainer.jobs import callback, few_samples, flex_trainer, logged, outcome, weights_of as tensors_of
+from tests.trainer.test_open_weights import configured, weights_of
+from tests.trainer.test_trainer import SIX_STEPS, settings
 from tools.peft_fixtures import inputs
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
-JOBS = "tests.trainer.lora_jobs"
-SIX_STEPS = {"max_steps": 6, "save_steps": 3}
 ERNIE = {"model_type": "ernie4_5_moe", "model": {"moe_use_aux_free": True}}
 ATTENTION = {"target_modules": [".*qkv_proj", ".*(q|k|v|o)_proj"]}
 BIASES = {
@@ -46,12 +43,54 @@ RUNS: dict[str, tuple[MatrixLayout, dict[str, Any]]] = {
 """Layouts and models of runs. Outputs of fused layers lie in groups that depend on the degree of tensor parallelism."""
 
 
+def trainer_of(
+    layout: MatrixLayout,
+    output_dir: Path,
+    arguments: dict[str, Any] | None = None,
+    model_type: str = "llama",
+    model: dict[str, Any] | None = None,
+    adapters: dict[str, Any] | None = None,
+    base: Path | None = None,
+    **trainer: Any,
+) -> Any:
+    """A ``FlexTrainer`` over a tiny model with adapters; ``base`` is a directory of open weights."""
+    from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+
+    settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **(arguments or {})}
+    args = tiny.training_arguments(layout, output_dir, **settings)
+    plain = tiny.build(model_type, layout, args, **(model or {})) if base is None else from_files(base, layout, args)
+    return tiny.trainer(tiny.adapted(plain, **(adapters or {})), args, **{"cls": FlexTrainer, **trainer})
+
+
+def from_files(base: Path, layout: MatrixLayout, args: Any) -> Any:
+    """A model of open weights, as PaddleFormers' command line makes it."""
+    from paddleformers.transformers import AutoModelForCausalLM, AutoModelForCausalLMPipe
+
+    kind = AutoModelForCausalLMPipe if layout.pp > 1 else AutoModelForCausalLM
+    return kind.from_pretrained(str(base), config=configured(layout, args, base), dtype="float32")
+
+
+def train_adapters(resume: str | bool | None = None, **settings: Any) -> dict[str, Any]:
+    """Train adapters and save; the losses, and the Trainer's state afterwards."""
+    trainer = trainer_of(**settings)
+    trainer.train(resume_from_checkpoint=resume)
+    return outcome(trainer)
+
+
+def run_saving_what_was_loaded(resume: Path, **settings: Any) -> list[float]:
+    """Resume, save the loaded state before the first step, and train on; the losses."""
+    save = callback(on_train_begin=lambda *_, **__: trainer._save_checkpoint(trainer.model))
+    trainer = trainer_of(**settings, callbacks=[save])
+    trainer.train(resume_from_checkpoint=str(resume))
+    return list(trainer.losses)
+
+
 class Trained:
     """An uninterrupted run of six steps that saved at 3 and 6."""
 
-    def __init__(self, ranks: ForkServer, layout: MatrixLayout, output_dir: Path, **settings: Any) -> None:
-        job = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": SIX_STEPS, **settings}
-        self.losses = ranks.run(f"{JOBS}:run", layout.nproc, job).values[0]["losses"]
+    def __init__(self, ranks: ForkServer, layout: MatrixLayout, output_dir: Path, **given: Any) -> None:
+        job = {**settings(layout, output_dir, **SIX_STEPS), **given}
+        self.losses = run_on_ranks(ranks, layout.nproc, train_adapters, **job)[0]["losses"]
         self.third = output_dir / "checkpoint-3"
         described = json.loads((self.third / "mapping.json").read_text())
         self.description = described["model"]["adapters"]
@@ -64,8 +103,8 @@ def train(ranks: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
     @functools.cache
     def make(kind: str) -> Trained:
-        layout, settings = RUNS[kind]
-        return Trained(ranks, layout, tmp_path_factory.mktemp(kind), **settings)
+        layout, given = RUNS[kind]
+        return Trained(ranks, layout, tmp_path_factory.mktemp(kind), **given)
 
     return make
 
@@ -83,9 +122,9 @@ def test_adapters_resume_under_any_layout(
     ranks: ForkServer, train: Callable[[str], Trained], tmp_path: Path, kind: str, layout: MatrixLayout
 ) -> None:
     """Every bit is loaded, and the losses are those of the uninterrupted run."""
-    whole, (_, settings) = train(kind), RUNS[kind]
-    job = {"layout": layout.to_json(), "output_dir": str(tmp_path), "arguments": SIX_STEPS, "resume": str(whole.third)}
-    losses = ranks.run(f"{JOBS}:run_saving_what_was_loaded", layout.nproc, {**job, **settings}).values[0]
+    whole, (_, given) = train(kind), RUNS[kind]
+    job = settings(layout, tmp_path, whole.third, **SIX_STEPS)
+    losses = run_on_ranks(ranks, layout.nproc, run_saving_what_was_loaded, **job, **given)[0]
     assert list(canonical_digests(tmp_path / "checkpoint-3")) == list(canonical_digests(whole.third))
     assert losses == pytest.approx(whole.losses[3:], abs=1e-6)
     layer = {name.removeprefix("model.layers.0.") for name in whole.names}
@@ -151,16 +190,16 @@ def test_other_patterns_that_select_the_same_layers_are_no_other_adapters(
     ranks: ForkServer, train: Callable[[str], Trained], tmp_path: Path
 ) -> None:
     """Layers of pipelines have other names, so that patterns with whole names must differ."""
-    job = {"output_dir": str(tmp_path), "resume": str(train("llama").third), "arguments": SIX_STEPS}
-    given = {**job, "layout": SINGLE.to_json(), "adapters": {"target_modules": ".*_proj"}}
-    result = ranks.run(f"{JOBS}:run", 1, given)
+    job = settings(SINGLE, tmp_path, train("llama").third, **SIX_STEPS)
+    result = job_on_ranks(ranks.run, 1, train_adapters, **job, adapters={"target_modules": ".*_proj"})
     assert result.values[0]["losses"] == train("llama").losses[3:]
     assert '  lora.target_modules  [".*qkv_proj", ".*(q|k|v' in result.logs[0].read_text()
 
 
-def identify_bases(layout: MatrixLayout, bases: dict[str, str], recorded: dict[str, str], output_dir: Path) -> None:
+def identify_bases(layout: MatrixLayout, bases: dict[str, Path], recorded: dict[str, str], output_dir: Path) -> None:
     """Read bases from files, and change the tensors of one or its files before its adapters are trained."""
     from paddleformers_fc import FlexTrainer, FlexTrainingArguments
+    from paddleformers_fc.trainer.description import describe_adapters
 
     def element(model: Any) -> None:
         weight = model.model.layers[1].mlp.down_proj.weight
@@ -170,7 +209,7 @@ def identify_bases(layout: MatrixLayout, bases: dict[str, str], recorded: dict[s
 
     def replaced(model: Any) -> None:
         if os.environ["PADDLE_TRAINER_ID"] == "0":
-            file = Path(bases["replaced"], "model.safetensors")
+            file = bases["replaced"] / "model.safetensors"
             os.replace(shutil.copy(file, file.with_name("other")), file)
 
     def found(name: str, change: Callable[[Any], object] = id, later: Callable[[Any], object] | None = None) -> Any:
@@ -181,10 +220,10 @@ def identify_bases(layout: MatrixLayout, bases: dict[str, str], recorded: dict[s
         if later is not None:
             later(model)
             trainer = tiny.trainer(trainer.model, args, cls=FlexTrainer)
-        return fingerprint(trainer.model)
+        return describe_adapters(trainer.model).base
 
     whole, hashed, other = (found(name) for name in ("recorded", "hashed", "other"))
-    assert (whole.location, whole.files, whole.tensors) == (bases["recorded"], recorded, "")
+    assert (whole.location, whole.files, whole.tensors) == (str(bases["recorded"]), recorded, "")
     assert hashed.files == recorded != other.files
     with logged() as lines:
         changed, copied = found("element", element), found("replaced", replaced)
@@ -204,9 +243,8 @@ def test_the_files_of_a_base_identify_it_unless_they_do_not_contain_it(ranks: Fo
     for copy in copies.values():
         (copy / "flex_checksums.json").unlink()
     flip(copies["other"] / "model.safetensors", -1)
-    bases = {name: str(path) for name, path in {**copies, "recorded": base}.items()}
-    given = {"layout": TP2, "bases": bases, "recorded": recorded, "output_dir": tmp_path / "out"}
-    run_on_ranks(ranks, 2, identify_bases, **given)
+    given = {"layout": TP2, "bases": {**copies, "recorded": base}, "output_dir": tmp_path / "out"}
+    run_on_ranks(ranks, 2, identify_bases, **given, recorded=recorded)
 
 
 @pytest.mark.parametrize("layout", [TP2, SD2S3], ids=str)
@@ -341,7 +379,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def train_and_export(layout: MatrixLayout, directory: Path, base: Path) -> None:
-    trainer = trainer_of(layout, directory / "run", {"max_steps": 2, "save_steps": 2}, base=str(base))
+    trainer = trainer_of(layout, directory / "run", {"max_steps": 2, "save_steps": 2}, base=base)
     trainer.train()
     trainer.save_model(str(directory / "adapter"))
 
@@ -433,8 +471,8 @@ def test_adapters_of_peft_are_merged_from_a_flex_checkpoint_alone(llama: Exporte
 
 def resume_converted(flex: Path, base: Path, output_dir: Path) -> None:
     def resume(**arguments: Any) -> None:
-        given = {"base": str(base), "arguments": {"max_steps": 1, **arguments}}
-        run_saving_what_was_loaded(str(flex), layout=SINGLE, output_dir=output_dir, **given)
+        given = {"base": base, "arguments": {"max_steps": 1, **arguments}}
+        run_saving_what_was_loaded(flex, layout=SINGLE, output_dir=output_dir, **given)
 
     accepted = {"flex_allow_config_changes": ["lora.base"]}
     with pytest.raises(FlexError, match=r"flex_allow_config_changes: \[lora\.base\.model\.safetensors\]"):
@@ -468,11 +506,11 @@ def read_by_paddleformers(base: Path, adapters: Path, resume: Path, output_dir: 
 
     from paddleformers_fc import FlexTrainingArguments
 
-    trainer = trainer_of(SINGLE, output_dir, {"max_steps": 2}, base=str(base))
+    trainer = trainer_of(SINGLE, output_dir, {"max_steps": 2}, base=base)
     initial = tensors_of(trainer.model)
     trainer.train(resume_from_checkpoint=str(resume))
     args = tiny.training_arguments(SINGLE, str(output_dir), cls=FlexTrainingArguments, flex_checkpoint=False)
-    read = LoRAModel.from_pretrained(from_files(str(base), SINGLE, args), str(adapters))
+    read = LoRAModel.from_pretrained(from_files(base, SINGLE, args), str(adapters))
     assert tensors_of(read) == tensors_of(trainer.model) != initial
 
 
@@ -487,9 +525,29 @@ def test_an_export_for_paddleformers_is_read_by_paddleformers(
     run_on_ranks(ranks, 1, read_by_paddleformers, **given)
 
 
+def export_for_peft(directory: Path) -> None:
+    """Save adapters on the base, export them by the Trainer, and write the model's logits beside the export."""
+    import paddle
+
+    trainer = trainer_of(SINGLE, directory / "run", {"max_steps": 1}, base=directory / "base")
+    paddleformers_fc.save(directory / "checkpoint-1", trainer.model, step=1)
+    trainer.save_model(str(directory / "adapter"))
+    trainer.model.eval()
+    logits = trainer.model(paddle.to_tensor(np.arange(1, tiny.SEQUENCE + 1)[None]))
+    logits = logits[0] if isinstance(logits, tuple) else getattr(logits, "logits", logits)
+    np.save(directory / "adapter.npy", logits.numpy())
+
+
+def write_for_peft(ranks: ForkServer, directory: Path) -> None:
+    """Write ``base``, ``adapter`` and ``merged``, and the logits of PaddleFormers as ``adapter.npy``."""
+    weights_of(ranks, directory, "llama", {}).rename(directory / "base")
+    run_on_ranks(ranks, 1, export_for_peft, directory=directory)
+    paddleformers_fc.open(directory / "checkpoint-1").export(directory / "merged", base=directory / "base")
+
+
 def test_peft_computes_the_logits_of_paddleformers(ranks: ForkServer, tmp_path: Path) -> None:
     """The logits are those of PEFT on PyTorch, which ``tools/peft_fixtures.py`` has written for these exports."""
-    peft_files.write(ranks, tmp_path)
+    write_for_peft(ranks, tmp_path)
     expected, found = np.load(tmp_path / "adapter.npy"), np.load(Path(__file__).with_name("peft.npz"))
     assert inputs(tmp_path) == json.loads(str(found["inputs"]))
     assert np.abs(found["base"] - expected).max() > 0.1
@@ -510,7 +568,7 @@ def start_from_lora_path(layout: MatrixLayout, base: Path, directories: list[str
     args = tiny.training_arguments(layout, str(output_dir), **settings)
     logs = []
     for directory in directories:
-        plain = from_files(str(base), layout, args)
+        plain = from_files(base, layout, args)
         with logged() as lines:
             model = LoRAModel.from_pretrained(plain, directory, load_checkpoint_format="flex_checkpoint")
             paddleformers_fc.save(output_dir / "checkpoint-1", model)
@@ -537,7 +595,7 @@ def test_adapters_start_from_files_by_lora_path_under_any_layout(
 
 
 def refuse_adapters(base: Path, messages: dict[str, str], output_dir: Path) -> None:
-    model = trainer_of(SINGLE, output_dir, base=str(base)).model
+    model = trainer_of(SINGLE, output_dir, base=base).model
     for directory, text in messages.items():
         with pytest.raises(FlexError, match=re.escape(text)):
             paddleformers_fc.load_open_weights(model, directory)

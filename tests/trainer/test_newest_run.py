@@ -19,13 +19,14 @@ from paddleformers_fc.errors import CheckpointError, Corrupt, MismatchError, Pee
 from paddleformers_fc.storage.commit import staging_directory
 from paddleformers_fc.storage.manifest import MANIFEST_NAME, Manifest, manifest_seal, read_manifest
 from tests.cli.support import alter, flip, seal
-from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.harness.clocks import keep_time
+from tests.harness.on_ranks import job_on_ranks, on_ranks, run_on_ranks
 from tests.harness.patching import precede
 from tests.harness.sealing import reseal
 from tests.harness.tiny import DP2, SINGLE, TP2PP2
+from tests.trainer import jobs
 from tests.trainer.jobs import callback, flex_trainer, logged, refused, trained, weights_of
-from tests.trainer.lost_jobs import keep_time
-from tests.trainer.test_trainer import JOBS, SIX_STEPS, settings
+from tests.trainer.test_trainer import SIX_STEPS, settings
 from verification.forkserver import ForkServer, JobResult
 
 WEIGHTS = "model_state/rank-00000.safetensors"
@@ -34,7 +35,7 @@ STATES = "optimizer_state/rank-00001.safetensors"
 
 def train(ranks: ForkServer, output_dir: Path, resume: Path | bool | None = None, **arguments: Any) -> JobResult:
     given = settings(DP2, output_dir, resume, **{"max_steps": 3, "save_steps": 1, **arguments})
-    return ranks.attempt(f"{JOBS}:run", 2, given)
+    return job_on_ranks(ranks.attempt, 2, jobs.run, **given)
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +319,7 @@ def test_altered_documents_are_refused_on_every_rank_at_every_level(
 FOUR = TP2PP2
 
 
-def die(moment: str, victim: int, output_dir: str, resume: str, **given: Any) -> None:
+def die(moment: str, victim: int, output_dir: Path, resume: str, **given: Any) -> None:
     """Resume as a job of which one rank kills itself; every other rank writes down how it ended.
 
     Args:
@@ -331,7 +332,7 @@ def die(moment: str, victim: int, output_dir: str, resume: str, **given: Any) ->
     from paddleformers_fc.distributed.channel import PaddleChannel
     from paddleformers_fc.execute import exchange
 
-    keep_time(Path(output_dir))
+    keep_time(output_dir)
     trainer = flex_trainer(output_dir=output_dir, **given)
     rank, before = trainer.args.process_index, weights_of(trainer.model)
     if rank == victim:
@@ -346,15 +347,15 @@ def die(moment: str, victim: int, output_dir: str, resume: str, **given: Any) ->
             "step": trainer.state.global_step,
             "half": weights_of(trainer.model) != before,
         }
-        Path(output_dir, f"ended-{rank}.json").write_text(json.dumps(ended))
+        (output_dir / f"ended-{rank}.json").write_text(json.dumps(ended))
         raise
 
 
 def killed(ranks: ForkServer, output_dir: Path, moment: str, victim: int, resume: Path) -> JobResult:
     """A job one of whose ranks has killed itself; nothing of it hangs, and no rank ends as if all were well."""
     output_dir.mkdir()
-    given = {"moment": moment, "victim": victim, **settings(FOUR, output_dir, resume, max_steps=6, save_steps=2)}
-    result = ranks.attempt(f"{__name__}:die", FOUR.nproc, given)
+    given = settings(FOUR, output_dir, resume, max_steps=6, save_steps=2)
+    result = job_on_ranks(ranks.attempt, FOUR.nproc, die, moment=moment, victim=victim, **given)
     assert result.returncodes[victim] == -9
     assert 0 not in result.returncodes
     assert not list(output_dir.glob("*checkpoint*"))

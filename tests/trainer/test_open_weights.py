@@ -22,9 +22,19 @@ from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import DP2, PP2, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.storage.serving import serving
-from tests.trainer.export_jobs import configured, export_weights, weights_of
 from tests.trainer.jobs import weights_of as bits
 from verification.forkserver import ForkServer
+
+
+def export_initial(model_type: str, model: dict[str, Any], directory: Path) -> None:
+    args = tiny.training_arguments(SINGLE, directory / "run")
+    export_weights(tiny.build(model_type, SINGLE, args, **model), directory / "weights")
+
+
+def weights_of(ranks: ForkServer, directory: Path, model_type: str, model: dict[str, Any]) -> Path:
+    """The export of a tiny model with its initial weights."""
+    run_on_ranks(ranks, 1, export_initial, model_type=model_type, model=model, directory=directory)
+    return directory / "weights"
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +51,42 @@ def training_arguments(output_dir: Path, layout: MatrixLayout = SINGLE, **change
 
     settings = {"cls": FlexTrainingArguments, "flex_checkpoint": True, **changed}
     return tiny.training_arguments(layout, str(output_dir), **settings)
+
+
+def configured(layout: MatrixLayout, args: Any, source: Path, **changed: Any) -> Any:
+    """The configuration of a directory for a layout, as PaddleFormers' command line makes it."""
+    from paddleformers.transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(source), dtype="float32")
+    values: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "tensor_parallel_rank": args.tensor_parallel_rank,
+        "tensor_model_parallel_rank": args.tensor_parallel_rank,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "expert_model_parallel_size": 1,
+        "fuse_rms_norm": False,
+        "seq_length": tiny.SEQUENCE,
+        "max_sequence_length": tiny.SEQUENCE,
+        "_attn_implementation": "sdpa",
+        **({"moe_group": "dummy", "moe_use_aux_free": False} if config.model_type == "ernie4_5_moe" else {}),
+    }
+    for name, value in {**values, **changed}.items():
+        setattr(config, name, value)
+    return config
+
+
+def export_weights(model: Any, target: Path) -> None:
+    """Export a live model, whose ranks all call this."""
+    from paddleformers_fc.distributed.channel import job_channel
+    from paddleformers_fc.execute.live_export import save_weights
+    from paddleformers_fc.trainer import documents, live_roles
+    from paddleformers_fc.trainer.description import describe_model
+
+    channel = job_channel()
+    files = {"config.json": documents.config_text(model).encode()} if channel.rank == 0 else {}
+    weights = live_roles.model_roles(model)["model_state"]
+    save_weights(weights, describe_model(model), files, target, 10**9, channel)
 
 
 def load_and_export(

@@ -14,8 +14,10 @@ from paddleformers_fc.cli.start_checks import checkpoint_to_resume
 from paddleformers_fc.distributed.channel import ALONE
 from paddleformers_fc.execute.output_directory import output_facts
 from paddleformers_fc.trainer.resume import newest_of_other_formats
+from tests.formats import jobs
+from tests.harness.on_ranks import job_on_ranks, run_on_ranks
 from tests.harness.tiny import DP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2PP2, MatrixLayout
-from tests.trainer.test_trainer import bf16 as half
+from tests.trainer.test_trainer import bf16 as half, settings
 from verification.forkserver import ForkServer
 
 SIX: dict[str, Any] = {"max_steps": 6, "save_steps": 3}
@@ -31,9 +33,8 @@ def train(
     **more: Any,
 ) -> tuple[list[float], str]:
     """Train with our Trainer or with PaddleFormers' own; the losses and the log of the first rank."""
-    given = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": SIX | more, "ours": ours}
-    given |= {"resume": str(resume) if isinstance(resume, Path) else resume, "model": {"tie_word_embeddings": tied}}
-    result = ranks.run("tests.formats.jobs:train", layout.nproc, given)
+    given = {**settings(layout, output_dir, resume, **SIX | more), "model": {"tie_word_embeddings": tied}}
+    result = job_on_ranks(ranks.run, layout.nproc, jobs.train, **given, ours=ours)
     found: dict[str, Any] = result.values[0]
     assert "error" not in found, found
     return found["losses"], result.logs[0].read_text(errors="replace")
@@ -160,9 +161,9 @@ def test_a_checkpoint_without_its_optimizer_states_is_refused_and_a_converted_on
     stock, flex = tmp_path / "stock/checkpoint-3", tmp_path / "flex/checkpoint-3"
     (stock / "optimizer.pdopt").unlink()
     paddleformers_fc.open(stock).convert(flex)
-    given = {"layout": SINGLE.to_json(), "output_dir": str(tmp_path / "ours"), "arguments": SIX, "ours": True}
     for checkpoint in (stock, flex):
-        (refused,) = ranks.run("tests.corruption.jobs:train", 1, {**given, "resume": str(checkpoint)}).values
+        given = settings(SINGLE, tmp_path / "ours", checkpoint, **SIX)
+        (refused,) = run_on_ranks(ranks, 1, jobs.train, **given, ours=True)
         assert refused["error"].startswith("MismatchError"), refused
         assert "missing: optimizer_state" in refused["error"]
         assert "ignore_load_lr_and_optim: true" in refused["error"]

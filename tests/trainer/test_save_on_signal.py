@@ -22,7 +22,7 @@ from paddleformers_fc.trainer.options import FlexFields
 from paddleformers_fc.trainer.save_on_signal import WorkerShield
 from tests.harness import tiny
 from tests.harness.limits import LIMIT
-from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.harness.on_ranks import job_on_ranks, on_ranks, run_on_ranks
 from tests.harness.patching import precede
 from tests.harness.tiny import DP2, PP2, SINGLE, MatrixLayout
 from tests.harness.waiting import pause, wait_for_file, wait_until
@@ -31,7 +31,6 @@ from tests.trainer.test_trainer import settings
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
-SIGNALLED = f"{__name__}:run_signalled"
 PAGE = Path(__file__).parents[2] / "docs/save-on-signal.md"
 FOR_LONG = 10_000
 """Steps that no test waits for."""
@@ -140,7 +139,7 @@ NOT_CHOSEN = ("one of two stages", "during accumulation")
 def test_all_ranks_save_the_same_step_once_after_a_signal(ranks: ForkServer, tmp_path: Path, case: str) -> None:
     layout, signalled, given, arguments, again = CASES[case]
     job = settings(layout, tmp_path / "out", **{"max_steps": FOR_LONG, **arguments})
-    ran = ranks.run(SIGNALLED, layout.nproc, {**job, "signalled": signalled, **given})
+    ran = job_on_ranks(ranks.run, layout.nproc, run_signalled, **job, signalled=signalled, **given)
     (step,) = {one["step"] for one in ran.values}
     saves = [*range(1, step + 1)] if arguments.keys() & {"save_steps", "save_strategy"} else [step]
     for ended in ran.values:
@@ -204,8 +203,8 @@ def test_two_signals_in_a_save_commit_it_and_the_last_step(layout: MatrixLayout,
 
 
 def test_with_off_the_signal_ends_the_process(ranks: ForkServer, tmp_path: Path) -> None:
-    job = {**settings(SINGLE, tmp_path, max_steps=FOR_LONG, flex_save_on_signal=False), "signalled": [0]}
-    assert ranks.attempt(SIGNALLED, 1, job).returncodes == (-15,)
+    job = settings(SINGLE, tmp_path, max_steps=FOR_LONG, flex_save_on_signal=False)
+    assert job_on_ranks(ranks.attempt, 1, run_signalled, **job, signalled=[0]).returncodes == (-15,)
     assert not list(tmp_path.glob("checkpoint-*"))
 
 

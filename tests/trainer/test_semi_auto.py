@@ -15,10 +15,11 @@ import pytest
 
 import paddleformers_fc
 from paddleformers_fc.errors import FlexError
+from tests.formats import jobs
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.tiny import DP2, PP2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout
-from tests.trainer.jobs import TO_BEST, callback, few_samples
+from tests.trainer.jobs import TO_BEST, callback, few_samples, run
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 from verification.matrix.layouts import parse_layout
@@ -207,8 +208,8 @@ def test_every_local_shard_is_loaded_from_hybrid_parallelism_and_saved(
     ranks: ForkServer, tmp_path: Path, layout: MatrixLayout, scheme: str, nproc: int, model_type: str
 ) -> None:
     """Also of fused layers, which tensor-parallel ranks lay out in another way than one device."""
-    given = {"layout": layout.to_json(), "output_dir": str(tmp_path), "arguments": {"max_steps": 1, "save_steps": 1}}
-    ranks.run("tests.trainer.jobs:run", layout.nproc, {**given, "model_type": model_type})
+    given = {"layout": layout, "output_dir": tmp_path, "arguments": {"max_steps": 1, "save_steps": 1}}
+    run_on_ranks(ranks, layout.nproc, run, **given, model_type=model_type)
     source, target, weights = tmp_path / "checkpoint-1", tmp_path / "again/checkpoint-1", None
     if model_type == "llama":
         weights = paddleformers_fc.open(source).export(tmp_path / "hf").directory
@@ -348,8 +349,8 @@ def losses(
     layout, options = parse_layout(strategy), FORMATS[kind]
     model = {"num_hidden_layers": 8} if "vpp" in strategy else {}
     arguments = {"max_steps": 5, "save_steps": 2, **(options or {})}
-    given = {"layout": layout.to_json(), "output_dir": str(place), "model": model, "arguments": arguments}
-    hybrid = ranks.run("tests.formats.jobs:train", layout.nproc, {**given, "ours": options is None}).values[-1]
+    given = {"layout": layout, "output_dir": place, "model": model, "arguments": arguments}
+    hybrid = run_on_ranks(ranks, layout.nproc, jobs.train, **given, ours=options is None)[-1]
     assert "error" not in hybrid, hybrid
     resume = {"batches": data, "source": place / "checkpoint-2", "model": model}
     found = run_on_ranks(ranks, 2, train_on, **resume)

@@ -24,9 +24,9 @@ from tests.harness.limits import LIMIT
 from tests.harness.on_ranks import on_ranks, run_on_ranks
 from tests.harness.patching import precede
 from tests.harness.tiny import EP2, PP2, SD2S3, SD2V1, SINGLE, TP2, TP2PP2, MatrixLayout
-from tests.trainer.export_jobs import weights_of
 from tests.trainer.jobs import callback, flex_trainer, trained
-from tests.trainer.lora_jobs import trainer_of
+from tests.trainer.test_lora import trainer_of
+from tests.trainer.test_open_weights import weights_of
 from verification.forkserver import ForkServer
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes/stream_weights.py"
@@ -87,7 +87,7 @@ def after_training(
     trainer = (
         flex_trainer(layout, output_dir, TWO, **settings)
         if base is None
-        else trainer_of(layout, output_dir, TWO, base=str(base))
+        else trainer_of(layout, output_dir, TWO, base=base)
     )
     trainer.train()
     if united:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,15 @@ from paddleformers_fc.storage.manifest import read_manifest, verify_files
 from paddleformers_fc.trainer import tiers
 from paddleformers_fc.trainer.resume import Choice, Search, newest_or_begin, require_newest
 from tests.cli.support import alter
+from tests.crash.jobs import run_and_die
 from tests.execute.simulated import ThreadChannel, job, succeed
-from tests.harness.on_ranks import on_ranks
+from tests.harness.on_ranks import job_on_ranks, on_ranks, run_on_ranks
 from tests.harness.tiny import DP2, SD2V2, SINGLE, TP2, TP2SD2V2, MatrixLayout
-from tests.trainer.jobs import TO_BEST, callback, few_samples, flex_trainer
+from tests.trainer.jobs import TO_BEST, callback, few_samples, flex_trainer, refused, run, trained
 from tests.trainer.test_async_save import contents
 from tests.trainer.test_rotation import left, make_checkpoint
-from tests.trainer.test_save_on_signal import SIGNALLED
-from tests.trainer.test_trainer import JOBS, SIX_STEPS, Saved, settings
+from tests.trainer.test_save_on_signal import run_signalled
+from tests.trainer.test_trainer import SIX_STEPS, Saved, settings
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer, JobResult
 
@@ -185,7 +187,7 @@ def train(
     """Train with both tiers below a directory."""
     tier = {"flex_local_dir": str(local(tmp_path))} if given.get("flex_local_steps", 1) else {}
     given = {**SIX, **tier, **given}
-    return ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, tmp_path / "out", resume, **given))
+    return job_on_ranks(ranks.run, layout.nproc, run, **settings(layout, tmp_path / "out", resume, **given))
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +272,7 @@ def test_killed_ranks_lose_no_checkpoint(patient_ranks: ForkServer, tmp_path: Pa
     given = {**SIX, "flex_local_dir": str(local(tmp_path)), "flex_async_save": beside}
     (tmp_path / "out").mkdir()
     killed = {"victims": victims, "kind": kind, "part": part, **settings(SD2V2, tmp_path / "out", None, **given)}
-    result = patient_ranks.attempt("tests.crash.jobs:run_and_die", 2, killed)
+    result = job_on_ranks(patient_ranks.attempt, 2, run_and_die, **killed)
     assert [result.returncodes[rank] for rank in victims] == [-9] * len(victims)
     for path in (*local(tmp_path).glob("checkpoint-*"), *(tmp_path / "out").glob("checkpoint-*")):
         verify_files(path, read_manifest(path), "full")
@@ -282,7 +284,7 @@ def test_killed_ranks_lose_no_checkpoint(patient_ranks: ForkServer, tmp_path: Pa
 def on_local_disks(ranks: ForkServer, directory: Path, numbers: tuple[int, int], **given: Any) -> JobResult:
     """A run whose ranks share ``output_dir``, and have local disks of these numbers."""
     tier = {**SIX, "flex_local_dir": "local", "output_dir": directory / "out", **given}
-    return run_on_disks(ranks, "run", DP2, disks(directory, *numbers), **tier)
+    return run_on_disks(ranks, run, DP2, disks(directory, *numbers), **tier)
 
 
 def test_a_run_resumes_wherever_its_local_disks_come_back(ranks: ForkServer, tmp_path: Path, whole: Saved) -> None:
@@ -300,9 +302,9 @@ def test_a_run_resumes_wherever_its_local_disks_come_back(ranks: ForkServer, tmp
 
 
 def test_a_save_on_a_signal_is_one_of_output_dir(ranks: ForkServer, tmp_path: Path) -> None:
-    given = {**settings(SINGLE, tmp_path / "out", **{**SIX, "max_steps": 50, "save_steps": 100}), "signalled": [0]}
-    given["arguments"]["flex_local_dir"] = str(local(tmp_path))
-    found = ranks.run(SIGNALLED, 1, given).values[0]
+    arguments = {**SIX, "max_steps": 50, "save_steps": 100, "flex_local_dir": str(local(tmp_path))}
+    given = settings(SINGLE, tmp_path / "out", **arguments)
+    (found,) = run_on_ranks(ranks, 1, run_signalled, **given, signalled=[0])
     assert found["code"] == 85
     step = found["step"]
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == [f"checkpoint-{step}"]
@@ -329,23 +331,26 @@ def test_an_unwritable_or_bypassed_local_tier_stops_the_training(tmp_path: Path)
 
 # ---- Output directories on disks of single hosts.
 
-DISK_JOBS = "tests.trainer.disk_jobs"
-
 
 def run_on_disks(
     ranks: ForkServer,
-    job: str,
+    job: Callable[..., Any],
     layout: MatrixLayout,
     places: list[Path],
     resume: str | bool | None = None,
     output_dir: str | Path = "out",
     **given: Any,
 ) -> JobResult:
-    """A job on ranks that each start in a place; its result."""
+    """A job on ranks that each start in a place."""
     for place in places:
         place.mkdir(parents=True, exist_ok=True)
-    placed = {**settings(layout, Path(output_dir), resume, **given), "places": list(map(str, places))}
-    return ranks.run(f"{DISK_JOBS}:{job}", layout.nproc, placed)
+    placed = {**settings(layout, Path(output_dir), resume, **given), "places": places, "job": job}
+    return job_on_ranks(ranks.run, layout.nproc, run_in_own_place, **placed)
+
+
+def run_in_own_place(places: list[Path], job: Callable[..., Any], **given: Any) -> Any:
+    os.chdir(places[int(os.environ["PADDLE_TRAINER_ID"])])
+    return job(**given)
 
 
 def disks(directory: Path, *numbers: int) -> list[Path]:
@@ -357,7 +362,7 @@ def disks(directory: Path, *numbers: int) -> list[Path]:
 def on_disks(ranks: ForkServer, whole: Saved, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run on two ranks, each with a disk of its own, that saved at 3 and 6."""
     directory = tmp_path_factory.mktemp("disks")
-    result = run_on_disks(ranks, "run", DP2, disks(directory, 0, 1), **SIX_STEPS)
+    result = run_on_disks(ranks, run, DP2, disks(directory, 0, 1), **SIX_STEPS)
     assert result.values[0]["losses"] == whole.losses
     (line,) = [line for line in result.logs[0].read_text().splitlines() if "is on 2 disks" in line]
     assert "rank 0; rank 1" in line
@@ -390,7 +395,7 @@ def test_a_run_resumes_wherever_all_disks_are_seen(
 ) -> None:
     places = disks(copied, *numbers)
     given = {**SIX_STEPS, "flex_read": way, "save_total_limit": 1}
-    result = run_on_disks(ranks, "run", layout, places, "out/checkpoint-3", **given)
+    result = run_on_disks(ranks, run, layout, places, "out/checkpoint-3", **given)
     assert result.values[0]["losses"] == pytest.approx(whole.losses[3:], abs=1e-6)
     assert not any((place / "out/checkpoint-3").exists() for place in places)
     manifests = [read_manifest(place / "out/checkpoint-6") for place in places]
@@ -398,16 +403,23 @@ def test_a_run_resumes_wherever_all_disks_are_seen(
     assert manifests[0].world_size == layout.nproc
 
 
+def draw_after_resume(resume: str | None = None, **settings: Any) -> list[float]:
+    """Train; two random numbers afterwards, which depend on where the generators began."""
+    import paddle
+
+    trained(resume=resume, **settings)
+    drawn: list[float] = paddle.rand([2]).tolist()
+    return drawn
+
+
 def test_random_generators_find_their_process_on_another_disk_unless_damaged(ranks: ForkServer, copied: Path) -> None:
-    whole = run_on_disks(ranks, "draw_after_resume", DP2, disks(copied / "whole", 0, 1), max_steps=4).values
+    whole = run_on_disks(ranks, draw_after_resume, DP2, disks(copied / "whole", 0, 1), max_steps=4).values
     for numbers in ((0, 1), (1, 0)):
-        result = run_on_disks(ranks, "draw_after_resume", DP2, disks(copied, *numbers), "out/checkpoint-3", max_steps=4)
+        result = run_on_disks(ranks, draw_after_resume, DP2, disks(copied, *numbers), "out/checkpoint-3", max_steps=4)
         assert result.values == whole
         assert not any("Random generators are not restored" in log.read_text() for log in result.logs)
     alter(copied / "disk-1/out/checkpoint-3/trainer/rng-00001.json")
-    damaged = run_on_disks(
-        ranks, "refused", DP2, disks(copied, 1, 0), "out/checkpoint-3", **SIX_STEPS, flex_verify="off"
-    )
+    damaged = run_on_disks(ranks, refused, DP2, disks(copied, 1, 0), "out/checkpoint-3", **SIX_STEPS, flex_verify="off")
     for found in damaged.values:
         assert (found["error"], found["changed"]) == ("Corrupt", False)
         assert "trainer/rng-00001.json does not match its checksum" in found["text"]
@@ -419,6 +431,6 @@ def test_a_disk_that_cannot_be_written_stops_every_node_before_the_first_step(
     places = disks(tmp_path, 0, 1)
     places[1].mkdir()
     (places[1] / "out").symlink_to("/proc")  # A directory in which not even root makes one.
-    for found in run_on_disks(ranks, "refused", DP2, places, False, **SIX_STEPS).values:
+    for found in run_on_disks(ranks, refused, DP2, places, False, **SIX_STEPS).values:
         assert (found["error"], found["changed"]) == ("StorageError", False)
         assert "on rank 1" in found["text"]

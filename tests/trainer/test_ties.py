@@ -10,15 +10,62 @@ from safetensors.numpy import load_file
 
 from paddleformers_fc.errors import Diverged
 from paddleformers_fc.storage.manifest import read_manifest
-from tests.harness.on_ranks import on_ranks, run_on_ranks
+from tests.harness import tiny
+from tests.harness.on_ranks import job_on_ranks, on_ranks, run_on_ranks
 from tests.harness.tiny import DP2, PP2, MatrixLayout
 from tests.trainer.jobs import flex_trainer, logged
 from tests.trainer.test_trainer import settings
-from tests.trainer.tied_jobs import copies, run_and_part_copies
 from verification.forkserver import ForkServer, JobResult
 
 NEVER = 10**6
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def run_and_part_copies(
+    after: int, layout: MatrixLayout, resume: str | bool | None = None, ours: bool = True, **settings: Any
+) -> dict[str, Any]:
+    """Train a tied Llama over a pipeline; from a step on, the copy of the last stage is another one.
+
+    Args:
+        after: the first step behind which the copies differ.
+        ours: with this package, or the stock Trainer.
+
+    Returns:
+        the losses, the steps that were trained, and this rank's copy as hex; or the error.
+    """
+    from paddleformers.trainer import TrainerCallback
+
+    tied = {"tie_word_embeddings": True}
+
+    class PartCopies(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            import paddle
+
+            head = copies(model).get(HEAD)
+            if state.global_step >= after and head is not None:
+                with paddle.no_grad():
+                    head.set_value(head * 1.5)
+
+    callbacks = [PartCopies()]
+    if ours:
+        trainer = flex_trainer(layout, model=tied, callbacks=callbacks, **settings)
+    else:
+        args = tiny.training_arguments(layout, settings["output_dir"], **settings["arguments"])
+        trainer = tiny.trainer(tiny.build("llama", layout, args, **tied), args, callbacks=callbacks)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    bits = {name: one.numpy().tobytes().hex() for name, one in copies(trainer.model).items()}
+    return {"step": trainer.state.global_step, "losses": trainer.losses, "copies": bits}
+
+
+def copies(model: Any) -> dict[str, Any]:
+    """This rank's copies of a tied embedding."""
+    from paddleformers.transformers.model_utils import unwrap_model
+
+    held = unwrap_model(model).state_dict()
+    return {name: held[name] for name in (EMBEDDING, HEAD) if name in held}
 
 
 def train(
@@ -30,7 +77,7 @@ def train(
     **arguments: Any,
 ) -> JobResult:
     given = settings(layout, output_dir, resume, **{"save_steps": 1, "max_grad_norm": 0.0, **arguments})
-    return ranks.attempt("tests.trainer.tied_jobs:run_and_part_copies", layout.nproc, {**given, "after": after})
+    return job_on_ranks(ranks.attempt, layout.nproc, run_and_part_copies, **given, after=after)
 
 
 def refuse_and_choose(output_dir: Path) -> list[Any]:
@@ -38,8 +85,7 @@ def refuse_and_choose(output_dir: Path) -> list[Any]:
     given: dict[str, Any] = {"max_steps": 2, "max_grad_norm": 0.0}
 
     def train(name: str, after: int = NEVER, resume: str | None = None, **more: Any) -> dict[str, Any]:
-        place = str(output_dir / name)
-        return run_and_part_copies(after, PP2, resume, output_dir=place, arguments={**given, **more})
+        return run_and_part_copies(after, PP2, resume, output_dir=output_dir / name, arguments={**given, **more})
 
     with logged() as lines:
         first = train("first", 2, save_steps=1)

@@ -26,30 +26,30 @@ from paddleformers_fc.trainer import documents, save, session
 from paddleformers_fc.trainer.options import FlexFields, check_options
 from paddleformers_fc.trainer.session import SESSION, CheckpointReport, FlexCheckpointCallback, ReportFigures
 from tests.harness import tiny
-from tests.harness.on_ranks import on_ranks
+from tests.harness.clocks import keep_time
+from tests.harness.on_ranks import job_on_ranks, on_ranks, run_on_ranks
 from tests.harness.patching import precede
 from tests.harness.tiny import DP2, PP2, PP2SD2V2, SD2S2, SD2S3, SD2V1, SD2V2, SINGLE, TP2, MatrixLayout
 from tests.storage.serving import serving
-from tests.trainer.data_jobs import every_sample
 from tests.trainer.jobs import (
     TO_BEST,
     callback,
+    every_sample,
     failing,
     flex_trainer,
     logged,
     outcome,
     resume_and_save_again,
+    run,
+    run_and_watch_samples,
     run_past_a_layer,
     run_with_scaler,
     train_and_resume,
     trained,
 )
-from tests.trainer.lost_jobs import keep_time
 from verification.digests import canonical_digests
 from verification.forkserver import ForkServer
 
-JOBS = "tests.trainer.jobs"
-DATA = "tests.trainer.data_jobs"
 SIX_STEPS = {"max_steps": 6, "save_steps": 3}
 
 
@@ -70,8 +70,8 @@ class Saved:
 
 
 def train_six(ranks: ForkServer, output_dir: Path, layout: MatrixLayout, **arguments: Any) -> Saved:
-    result = ranks.run(f"{JOBS}:run", layout.nproc, settings(layout, output_dir, **SIX_STEPS, **arguments))
-    return Saved(output_dir, result.values[0]["losses"])
+    found = run_on_ranks(ranks, layout.nproc, run, **settings(layout, output_dir, **SIX_STEPS, **arguments))
+    return Saved(output_dir, found[0]["losses"])
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def settings(
     layout: MatrixLayout, output_dir: Path, resume: Path | str | bool | None = None, **arguments: Any
 ) -> dict[str, Any]:
     """The keyword arguments of a job."""
-    given: dict[str, Any] = {"layout": layout.to_json(), "output_dir": str(output_dir), "arguments": arguments}
+    given: dict[str, Any] = {"layout": layout, "output_dir": output_dir, "arguments": arguments}
     if resume is not None:
         given["resume"] = resume if isinstance(resume, bool) else str(resume)
     return given
@@ -96,7 +96,7 @@ def settings(
 # In bfloat16, and where vectors are not sliced: tests/verification/matrix/test_strategies.py.
 def test_stage_three_is_saved_as_slices_and_resumes_under_another_layout(ranks: ForkServer, tmp_path: Path) -> None:
     source = {**settings(SD2S3, tmp_path / "source", **SIX_STEPS), "segment": 32}
-    whole = ranks.run(f"{JOBS}:run", 2, source).values[0]["losses"]
+    whole = run_on_ranks(ranks, 2, run, **source)[0]["losses"]
     third, there = tmp_path / "source/checkpoint-3", tmp_path / "there/checkpoint-3"
     index = indexed_files(open_flex(third)).index
     paths = sorted(path for path in index.files if path.startswith("model_state/"))
@@ -104,10 +104,10 @@ def test_stage_three_is_saved_as_slices_and_resumes_under_another_layout(ranks: 
     # A vector of 64 elements is the first rank's slice, and padding on the second.
     for name, ranges in (("model.norm.weight", [(0, 64)]), ("lm_head.weight", [(0, 4096), (4096, 8192)])):
         assert [shard.flat and tuple(shard.flat) for shard in shards if shard.name == name] == ranges
-    ranks.run(f"{JOBS}:resume_and_save_again", 2, settings(SD2V2, tmp_path / "there", third, max_steps=3))
+    run_on_ranks(ranks, 2, resume_and_save_again, **settings(SD2V2, tmp_path / "there", third, max_steps=3))
     assert list(canonical_digests(there)) == list(canonical_digests(third))
     back = {**settings(SD2S3, tmp_path / "back", there, **SIX_STEPS), "segment": 32}
-    assert ranks.run(f"{JOBS}:run", 2, back).values[0]["losses"] == whole[3:]
+    assert run_on_ranks(ranks, 2, run, **back)[0]["losses"] == whole[3:]
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_a_run_resumed_from_a_url_continues_as_if_uninterrupted(
     ranks: ForkServer, saved: Saved, tmp_path: Path, read: str
 ) -> None:
     with serving(saved.output_dir) as served:
-        given = settings(SD2V2, tmp_path, flex_read=read, **SIX_STEPS)
-        result = ranks.run(f"{JOBS}:run", 2, {**given, "resume": f"{served.url}/checkpoint-3"})
+        given = settings(SD2V2, tmp_path, f"{served.url}/checkpoint-3", flex_read=read, **SIX_STEPS)
+        found = run_on_ranks(ranks, 2, run, **given)
         assert served.ranges
-    assert result.values[0]["losses"] == pytest.approx(saved.losses[3:], abs=1e-6)
+    assert found[0]["losses"] == pytest.approx(saved.losses[3:], abs=1e-6)
 
 
 @on_ranks(1)
@@ -203,8 +203,8 @@ def test_data_of_any_length_is_trained_once_though_ranks_and_batches_change_with
     seen: list[int] = []
     resume = None
     for layout, last, given in ((SINGLE, 3, {}), (DP2, 5, half), (TP2, 9, {"distributed_dataloader": True})):
-        run = settings(layout, tmp_path, resume, max_steps=last, save_steps=last, **given)
-        values = ranks.run(f"{DATA}:run_and_watch_samples", layout.nproc, {**run, "count": count}).values
+        job = settings(layout, tmp_path, resume, max_steps=last, save_steps=last, **given)
+        values = run_on_ranks(ranks, layout.nproc, run_and_watch_samples, **job, count=count)
         if layout is TP2:
             assert values[0] == values[1]
             values = values[:1]
@@ -228,16 +228,16 @@ def test_an_epoch_ends_with_its_last_batch_although_upstream_counts_one_more(
         "gradient_accumulation_steps": 1,
         "dataloader_drop_last": drop_last,
     }
-    job, count = f"{DATA}:run_and_watch_samples", 15 if drop_last else 13
-    whole = ranks.run(job, 2, {**settings(DP2, tmp_path, **arguments), "count": count}).values
+    count = 15 if drop_last else 13
+    whole = run_on_ranks(ranks, 2, run_and_watch_samples, **settings(DP2, tmp_path, **arguments), count=count)
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{steps // 2}", f"checkpoint-{steps}"}
     resumed = settings(DP2, tmp_path / "resumed", tmp_path / f"checkpoint-{steps // 2}", **arguments)
-    rest = ranks.run(job, 2, {**resumed, "count": count}).values
+    rest = run_on_ranks(ranks, 2, run_and_watch_samples, **resumed, count=count)
     assert rest == tuple(indices[len(indices) // 2 :] for indices in whole)
     # The rest of this epoch on one rank, in the order of two, is a batch that is not full.
     arguments["per_device_train_batch_size"] = 2 * micro_batch
     last = settings(SINGLE, tmp_path / "single", tmp_path / f"checkpoint-{steps}", **arguments)
-    (left,) = ranks.run(job, 1, {**last, "count": count}).values
+    (left,) = run_on_ranks(ranks, 1, run_and_watch_samples, **last, count=count)
     assert len(left) == (0 if drop_last else 1)
 
 
@@ -413,21 +413,18 @@ def test_random_generators_of_an_epochs_end_come_back_for_the_next_epoch(layout:
 
 
 def test_the_data_may_start_from_its_beginning(ranks: ForkServer, saved: Saved, tmp_path: Path) -> None:
-    (indices,) = ranks.run(
-        f"{DATA}:run_and_watch_samples",
-        1,
-        settings(SINGLE, tmp_path, saved.third, max_steps=11, ignore_data_skip=True, seed=7),
-    ).values
+    given = settings(SINGLE, tmp_path, saved.third, max_steps=11, ignore_data_skip=True, seed=7)
+    (indices,) = run_on_ranks(ranks, 1, run_and_watch_samples, **given)
     assert sorted(indices) == every_sample()
 
 
 def test_a_run_from_the_beginning_warns_of_checkpoints_of_another_run(ranks: ForkServer, tmp_path: Path) -> None:
     given = settings(SINGLE, tmp_path, max_steps=1, save_steps=1)
-    first = ranks.run(f"{JOBS}:run", 1, given)
-    run = read_manifest(tmp_path / "checkpoint-1").saved_by.id
-    second = ranks.run(f"{JOBS}:run", 1, given)
+    first = job_on_ranks(ranks.run, 1, run, **given)
+    other = read_manifest(tmp_path / "checkpoint-1").saved_by.id
+    second = job_on_ranks(ranks.run, 1, run, **given)
     assert "contains checkpoints of other runs" not in first.logs[0].read_text()
-    assert f"contains checkpoints of other runs: checkpoint-1 of run {run}" in second.logs[0].read_text()
+    assert f"contains checkpoints of other runs: checkpoint-1 of run {other}" in second.logs[0].read_text()
 
 
 # ---- Optimizer states in buffers.
@@ -582,7 +579,7 @@ def test_a_metric_must_be_one_that_evaluations_have_and_is_never_the_best_as_nan
 
 def test_asynchronous_exports_have_their_own_directories(ranks: ForkServer, tmp_path: Path) -> None:
     arguments = {"max_steps": 4, "save_hf_steps": 1, "save_hf_total_limit": 2}
-    ranks.run(f"{JOBS}:run", 2, settings(DP2, tmp_path, **arguments))
+    run_on_ranks(ranks, 2, run, **settings(DP2, tmp_path, **arguments))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf_checkpoint-3", "hf_checkpoint-4"]
     assert (tmp_path / "hf_checkpoint-4" / "model.safetensors").exists()
 
@@ -596,7 +593,7 @@ def test_a_run_under_another_layout_replaces_later_steps_and_logs_every_load_and
     shutil.copytree(saved.output_dir, tmp_path, dirs_exist_ok=True)
     third, sixth = tmp_path / "checkpoint-3", tmp_path / "checkpoint-6"
     names = [one.name for one in canonical_digests(sixth)]
-    result = ranks.run(f"{JOBS}:run", 2, settings(TP2, tmp_path, third, **SIX_STEPS))
+    result = job_on_ranks(ranks.run, 2, run, **settings(TP2, tmp_path, third, **SIX_STEPS))
     assert result.values[0]["losses"] == pytest.approx(saved.losses[3:], abs=1e-6)
     assert read_manifest(sixth).parallel["tp"] == 2
     assert [one.name for one in canonical_digests(sixth)] == names

@@ -26,6 +26,7 @@ from paddleformers_fc.trainer.tiers import Retention, Tier
 from paddleformers_fc.trainer.uploads import CheckpointUploader, Uploads
 from tests.cli.support import run
 from tests.harness.limits import LIMIT
+from tests.harness.on_ranks import run_on_ranks
 from tests.harness.tiny import DP2, SD2V2
 from tests.harness.waiting import pause
 from tests.storage.buckets import Bucket
@@ -272,11 +273,12 @@ def test_a_run_uploads_and_another_layout_resumes(
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     store = {"environment": environment, "endpoint": bucket.store.url}
     given = {"flex_upload": f"{bucket.path}/run", "save_total_limit": 1, "flex_async_save": beside, **SIX_STEPS}
-    saved = ranks.run(f"{__name__}:train", 2, {**store, **settings(DP2, tmp_path / "out", **given)}).values[0]
+    saved, _ = run_on_ranks(ranks, 2, train, **store, **settings(DP2, tmp_path / "out", **given))
     assert steps(bucket) == ["checkpoint-6"]
     assert bucket.files("run/checkpoint-6") == content(tmp_path / "out/checkpoint-6")
     assert [name for name in left(tmp_path / "out") if name.startswith("checkpoint")] == ["checkpoint-6"]
     assert saved["step"] == 6
-    resumed = settings(SD2V2, tmp_path / "again", **{**SIX_STEPS, "max_steps": 8, "save_strategy": "no"})
-    result = ranks.run(f"{__name__}:train", 2, {**store, **resumed, "resume": f"{bucket.path}/run/checkpoint-6"})
-    assert (result.values[0]["step"], len(result.values[0]["losses"])) == (8, 2)
+    given = {**SIX_STEPS, "max_steps": 8, "save_strategy": "no"}
+    resumed = settings(SD2V2, tmp_path / "again", f"{bucket.path}/run/checkpoint-6", **given)
+    found, _ = run_on_ranks(ranks, 2, train, **store, **resumed)
+    assert (found["step"], len(found["losses"])) == (8, 2)

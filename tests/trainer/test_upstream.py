@@ -30,12 +30,11 @@ from paddleformers_fc.upstream.hooks import (
 )
 from tests.harness import tiny
 from tests.harness.on_ranks import on_ranks
+from tests.harness.patching import without
 from tests.harness.tiny import DP2, SINGLE, MatrixLayout
-from tests.trainer.entry_jobs import methods
 from tests.trainer.jobs import flex_trainer, logged, trained
-from tests.trainer.test_entry_points import REPLACED, ROOT
+from tests.trainer.test_entry_points import REPLACED, ROOT, methods
 from tests.trainer.test_options import DEVELOPMENT_KEYS
-from tests.trainer.upstream_jobs import goes_around, without
 
 PACKAGE = ROOT / "paddleformers_fc"
 ALL = [hook for table in (TRAINERS, COMMAND_LINES, CPU_RUNTIMES) for hooks in table.values() for hook in hooks]
@@ -279,6 +278,33 @@ def test_an_unknown_version_is_refused_before_a_process_group_exists_unless_it_i
 # ---- Loops that go around.
 
 
+def goes_around(
+    layout: MatrixLayout, output_dir: Path, method: str, way: str, resume: str | None = None
+) -> dict[str, Any]:
+    """Train with a Trainer class that overrides one method and calls PaddleFormers' own in place of ``super()``.
+
+    Where a checkpoint is to be resumed it does nothing instead, because PaddleFormers' own method cannot read it.
+
+    Args:
+        way: ``subclass`` of ``FlexTrainer``, or of the stock Trainer, ``installed``.
+    """
+    from paddleformers.trainer import Trainer
+
+    native = getattr(Trainer, method)  # Before an import of FlexTrainer replaces it.
+    from paddleformers_fc import FlexTrainer
+
+    def own(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if resume else native(self, *args, **kwargs)
+
+    mine = type("Mine", (FlexTrainer if way == "subclass" else Trainer,), {method: own})
+    trainer = flex_trainer(layout, output_dir, {"max_steps": 4, "save_steps": 2}, cls=mine)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except FlexError as error:
+        return {"error": type(error).__name__, "text": str(error), "step": trainer.state.global_step}
+    return {"error": None, "step": trainer.state.global_step}
+
+
 # A save that bypasses this package: tests/corruption/test_several_ranks.py.
 @pytest.mark.parametrize(
     ("method", "way", "is_resumed"),
@@ -294,7 +320,7 @@ def test_a_loop_or_a_resume_that_bypasses_this_package_stops_before_a_step(
 ) -> None:
     if is_resumed:
         trained(layout, tmp_path, {"max_steps": 2, "save_steps": 2})
-    found = goes_around(layout, str(tmp_path), method, way, str(tmp_path / "checkpoint-2") if is_resumed else None)
+    found = goes_around(layout, tmp_path, method, way, str(tmp_path / "checkpoint-2") if is_resumed else None)
     assert (found["error"], found["step"]) == ("EnvironmentMismatch", 0)
     own = f"{goes_around.__module__}.Mine.{method}"
     assert f"{method} of paddleformers_fc did not run; the Trainer's own is {own}" in found["text"]

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from paddleformers_fc.upstream import LIBRARY
@@ -101,7 +102,7 @@ _OF_TYPE: Mapping[str, Mapping[str, Any]] = {
 
 
 def training_arguments(
-    layout: MatrixLayout | Mapping[str, Any], output_dir: str, micro_batch: int | None = None, **overrides: Any
+    layout: MatrixLayout | Mapping[str, Any], output_dir: str | Path, micro_batch: int | None = None, **overrides: Any
 ) -> Any:
     """Return PaddleFormers' ``TrainingArguments`` for a layout.
 
@@ -116,7 +117,7 @@ def training_arguments(
     if micro_batch is None:
         micro_batch = 2 if layout.pp > 1 else GLOBAL_BATCH // layout.data_parallel
     settings: dict[str, Any] = {
-        "output_dir": output_dir,
+        "output_dir": str(output_dir),
         "device": "cpu",
         "do_train": True,
         "max_steps": 3,
@@ -426,8 +427,8 @@ def trainer(model: Any, args: Any, **overrides: Any) -> Any:
 
 def train(
     model_type: str,
-    layout: Mapping[str, Any],
-    output_dir: str,
+    layout: MatrixLayout | Mapping[str, Any],
+    output_dir: str | Path,
     arguments: Mapping[str, Any] | None = None,
     model: Mapping[str, Any] | None = None,
 ) -> list[float]:
