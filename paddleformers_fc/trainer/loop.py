@@ -49,6 +49,7 @@ from paddleformers_fc.distributed.store_client import hosts_of_ranks
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.load import LoadReport, LoadTerms, aoa_tensors, prepare_load, prepare_weights
 from paddleformers_fc.execute.opening import Sent, open_sent, read_metadata
+from paddleformers_fc.execute.output_directory import check_no_checkpoint
 from paddleformers_fc.execute.phases import PhaseTimer
 from paddleformers_fc.execute.save import JobRecord, SaveReport, check_ties, config_bytes, save_checkpoint
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, family_for, is_known, register
@@ -266,6 +267,8 @@ def save(
         require_or_none(_OPTIMIZER, optimizer=optimizer)
         found = require_local(parse_named(named), "A checkpoint that is saved")
         check_not_file(found)
+        if channel.rank == 0:
+            check_no_checkpoint(found.parent)  # Replacing it would delete the new one.
         return found
 
     target = run_on_all(channel, "checking the arguments of a save", check)

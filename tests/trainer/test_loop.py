@@ -239,6 +239,13 @@ def test_the_path_of_an_object_is_the_one_that_it_states(tmp_path: Path) -> None
     load(Stated(), layer)
 
 
+def test_nothing_is_saved_into_a_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-1", linear())
+    with pytest.raises(OptionError, match="The directory is a checkpoint"):
+        save(tmp_path / "checkpoint-1/checkpoint-2", linear())
+    assert paddleformers_fc.open(tmp_path / "checkpoint-1").verify().passed
+
+
 def test_a_checkpoint_without_a_family_is_refused_where_a_family_is_required(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-1", linear(), step=1)
     checkpoint = paddleformers_fc.open(tmp_path / "checkpoint-1")
