@@ -37,7 +37,7 @@ from paddleformers_fc.execute.merging import Merge
 from paddleformers_fc.execute.reading import batches, box_in_rows
 from paddleformers_fc.execute.replicas import Assignment, CopyPart, Ties, Writers, hash_ties, ties_of
 from paddleformers_fc.execute.save import JobRecord, LivePart, capture, live_part
-from paddleformers_fc.execute.save_plan import PlanCache, PlannedWrite, grouped, planned_files, proved_mapping
+from paddleformers_fc.execute.save_plan import PlanCache, PlannedWrite, grouped, proved_mapping
 from paddleformers_fc.execute.staging_pool import begin_copies_to_host, current_stream, in_host_memory, pool_of
 from paddleformers_fc.families import ModelDescription
 from paddleformers_fc.families.description import shared_copies
@@ -147,7 +147,7 @@ class StreamPlan:
 
     Args:
         batches: all tensors.
-        held: role and range of the live shards that this rank sends, by file and offset.
+        held: role and range of the fragments of live shards that this rank sends, by file and offset.
         sides: this rank's copies of tied tensors, which are hashed before the first batch.
         has_ties: whether any rank has such a copy.
         ties: the tied tensors to compare, on the first rank.
@@ -312,9 +312,14 @@ def plan_of_rank(
     checkpoint = with_tied(with_role(live, request.role), request.tied)
     share, _ = job.assignment.share_of(rank, shards)
     held = {
-        (file.path, offsets[file.path, piece.name]): (file.role, piece)
-        for file in planned_files(share, rank)
-        for piece in file.pieces
+        (path, offsets[path, one.name] + fragment.start * dtype_size(one.dtype)): (
+            role,
+            PlannedWrite(one.name, piece.start + fragment.start, piece.start + one.size),
+        )
+        for path, role, pieces in grouped(share, rank)
+        for piece in pieces
+        for one in [piece.shard]
+        for fragment in one.fragments  # A flattened shard is read by its fragments.
     }
     source, output = _source_and_files(checkpoint, request)
     made = tuple(_batches(source, output, job.owners, request, rank))
@@ -616,7 +621,7 @@ class LiveReader:
 
     Args:
         weights: role -> name -> live weight.
-        held: role and range of the live shards that this rank sends, by file and offset.
+        held: role and range of the fragments of live shards that this rank sends, by file and offset.
     """
 
     def __init__(self, weights: LiveRoles, held: Mapping[tuple[str, int], tuple[str, PlannedWrite]]) -> None:

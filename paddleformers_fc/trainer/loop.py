@@ -10,6 +10,7 @@ optimizer (``sharded_state_dict``), and a state dict of tensors with a mesh and 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -48,6 +49,7 @@ from paddleformers_fc.distributed.store_client import hosts_of_ranks
 from paddleformers_fc.errors import MismatchError, OptionError
 from paddleformers_fc.execute.load import LoadReport, LoadTerms, aoa_tensors, prepare_load, prepare_weights
 from paddleformers_fc.execute.opening import Sent, open_sent, read_metadata
+from paddleformers_fc.execute.output_directory import check_no_checkpoint
 from paddleformers_fc.execute.phases import PhaseTimer
 from paddleformers_fc.execute.save import JobRecord, SaveReport, check_ties, config_bytes, save_checkpoint
 from paddleformers_fc.families import Family, ModelDescription, ModelTensor, family_for, is_known, register
@@ -64,6 +66,7 @@ from paddleformers_fc.storage.executor import ReadOptions
 from paddleformers_fc.storage.files import check_not_file
 from paddleformers_fc.storage.manifest import check_level
 from paddleformers_fc.storage.paths import AnyPath, RemotePath, parse_named, parse_step, require_local
+from paddleformers_fc.text import fold
 from paddleformers_fc.trainer import (
     adapter_checks,
     description,
@@ -152,9 +155,12 @@ class RankTensors(msgspec.Struct):
 def rank_tensors(roles: Roles) -> RankTensors:
     """Return the weights of this rank in the form that ranks exchange."""
     weights = roles[MODEL_STATE]
-    names: dict[str, list[str]] = {}
+    # Two parameters may have the same static name if they were created under separate unique_name.guard().
+    names: dict[tuple[str, int], list[str]] = {}
     for name in sorted(weights):
-        names.setdefault(weights[name].local_tensor.name, []).append(name)
+        tensor = weights[name].local_tensor
+        address = int(tensor.data_ptr()) if tensor._is_initialized() else 0
+        names.setdefault((tensor.name, address), []).append(name)
     ties = [Tie(owner, alias) for owner, *aliases in names.values() for alias in aliases]
     return RankTensors(describe_roles({MODEL_STATE: weights})[MODEL_STATE], ties)
 
@@ -242,6 +248,8 @@ def save(
         config: the model's configuration. Default: ``model.config``.
         mapping: rules from canonical tensors to all tensors of the model, instead of a family's rules. Without rules,
             a declared family or AOA statements of the model's class, canonical names equal the model's names.
+    Returns:
+        number and size of the files, and the replicas that differ. Rank 0 warns of these.
     Raises:
         FlexError: the same on every rank; an older checkpoint stays unchanged.
 
@@ -259,6 +267,8 @@ def save(
         require_or_none(_OPTIMIZER, optimizer=optimizer)
         found = require_local(parse_named(named), "A checkpoint that is saved")
         check_not_file(found)
+        if channel.rank == 0:
+            check_no_checkpoint(found.parent)  # Replacing it would delete the new one.
         return found
 
     target = run_on_all(channel, "checking the arguments of a save", check)
@@ -285,7 +295,10 @@ def save(
     if mapping is not None or is_by_name(description):
         # The model_type may name a declared family, whose rules differ from the stored rules.
         description = structs.replace(with_rules(description, everyone), config=without_family(description.config))
-    return save_checkpoint(target, prepared.roles, description, prepared.files, prepared.job, channel)
+    report = save_checkpoint(target, prepared.roles, description, prepared.files, prepared.job, channel)
+    if channel.rank == 0:
+        _warn_of_differences(target, report)
+    return report
 
 
 def load(
@@ -387,6 +400,17 @@ def load(
         raise _missing_states(path, optimizer)
     with weight_sources.mark_undefined_until_loaded(source.model, path):
         return load.fill()
+
+
+def _warn_of_differences(directory: Path, report: SaveReport) -> None:
+    """Warn that a checkpoint contains one of several versions of a tensor."""
+    ties = [line for tie in report.diverged_ties for line in tie.differences]
+    for problem, lines in (
+        (f"Replicas differ: {directory} contains one version of each part of a tensor.", report.differences),
+        (f"Copies of tied tensors differ: {directory} cannot be loaded.", ties),
+    ):
+        if lines:
+            warnings.warn("".join([problem, *(f"\n  - {line}" for line in fold(lines))]), stacklevel=3)
 
 
 def _degrees(parallel: Mapping[str, int] | None, source: LayoutSource, world_size: int) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -403,6 +404,13 @@ def test_the_path_of_an_object_is_the_one_that_it_states(tmp_path: Path) -> None
     load(Stated(), layer)
 
 
+def test_nothing_is_saved_into_a_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-1", linear())
+    with pytest.raises(OptionError, match="The directory is a checkpoint"):
+        save(tmp_path / "checkpoint-1/checkpoint-2", linear())
+    assert paddleformers_fc.open(tmp_path / "checkpoint-1").verify().passed
+
+
 def test_a_checkpoint_without_a_family_is_refused_where_a_family_is_required(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-1", linear(), step=1)
     checkpoint = paddleformers_fc.open(tmp_path / "checkpoint-1")
@@ -531,3 +539,34 @@ def test_a_tensor_without_elements_is_neither_saved_nor_streamed(tmp_path: Path)
     assert not (tmp_path / "one").exists()
     with pytest.raises(OptionError, match="2 tensors of the model without elements"):
         list(paddleformers_fc.stream(model))
+
+
+@on_ranks(1)
+def test_parameters_of_equal_static_names_are_not_tied(tmp_path: Path) -> None:
+    model = paddle.nn.Layer()
+    for name in ("one", "two"):
+        with paddle.utils.unique_name.guard():
+            setattr(model, name, paddle.nn.Linear(2, 2))
+    model.three = model.two
+    values = {name: value.numpy() for name, value in model.state_dict().items()}
+    assert model.one.weight.name == model.two.weight.name
+    save(tmp_path / "checkpoint-1", model)
+    for parameter in model.parameters():
+        parameter.set_value(paddle.zeros_like(parameter))
+    load(tmp_path / "checkpoint-1", model)
+    for name, value in model.state_dict().items():
+        np.testing.assert_array_equal(value, values[name])
+
+
+@on_ranks(2)
+def test_a_save_warns_of_replicas_that_differ(tmp_path: Path) -> None:
+    rank = tiny.training_arguments(DP2, str(tmp_path)).process_index
+    model = linear()
+    model.weight.set_value(paddle.ones([2, 2]))
+    model.bias.set_value(paddle.full([2], float(rank)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = save(tmp_path / "checkpoint-1", model, parallel={"dp": 2})
+    (difference,) = report.differences
+    texts = [str(one.message) for one in caught if "Replicas differ" in str(one.message)]
+    assert [text.splitlines()[1:] for text in texts] == ([[f"  - {difference}"]] if rank == 0 else [])

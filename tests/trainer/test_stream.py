@@ -124,6 +124,28 @@ def test_a_stream_and_an_export_of_a_live_model_have_the_bytes_of_an_export_of_i
     assert list(results[0]["all"]) == list(expected)
 
 
+@on_ranks(2)
+def test_a_flattened_shard_that_ends_within_a_row_is_streamed(tmp_path: Path) -> None:
+    import numpy as np
+    import paddle
+    from paddle.distributed import ShardedWeight
+
+    from tests.harness.tiny import training_arguments
+
+    training_arguments(SD2V1, str(tmp_path))
+    rank, values = paddle.distributed.get_rank(), np.arange(60, dtype=np.float32).reshape(3, 4, 5)
+    own = slice(0, 27) if rank == 0 else slice(27, 60)
+
+    class Sliced(paddle.nn.Layer):
+        def sharded_state_dict(self, structured_name_prefix: str = "") -> dict[str, Any]:
+            return {"weight": ShardedWeight("weight", part, values.shape, values.shape, (0, 0, 0), True, own)}
+
+    part = paddle.to_tensor(values.reshape(-1)[own])
+    for to in ("all", "first"):
+        found = [tensor.numpy() for _, tensor in paddleformers_fc.stream(Sliced(), to=to)]
+        np.testing.assert_array_equal(found, [values] if to == "all" or rank == 0 else [])
+
+
 def test_adapters_are_streamed_alone_or_merged_into_their_base(ranks: ForkServer, tmp_path: Path) -> None:
     base = weights_of(ranks, tmp_path / "base", "llama", {})
     streams = {"alone": {"adapters": True}, "merged": {}, "first": {"to": "first", "max_bytes": 4096}}
