@@ -114,6 +114,7 @@ class ResumedBatches:
         on_epoch_over: called if the first epoch has no batch left and the next epoch replaces it, which is known of a
             stream only after reading it.
         keep_waiting: receives each batch that waits in a pipeline, before the first batch.
+        rereads: whether to read the finished epochs of a stream again, whose order may depend on their number.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class ResumedBatches:
         on_first_batch: Callable[[], None],
         on_epoch_over: Callable[[], None],
         keep_waiting: Callable[[Any], None],
+        rereads: bool = True,
     ) -> None:
         self._loader = loader
         self._indexed = indexed
@@ -133,6 +135,7 @@ class ResumedBatches:
         self._is_begun = False
         self._on_epoch_over = on_epoch_over
         self._keep_waiting = keep_waiting
+        self._rereads = rereads and not indexed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -174,6 +177,10 @@ class ResumedBatches:
             sampler.set_epoch(epoch, samples)
         elif isinstance(sampler, BatchSampler) and not self._is_begun:
             _replay_epochs(self._loader, sampler, epoch)
+        elif self._rereads and not self._is_begun:
+            for _ in range(epoch):
+                for _ in self._loader:
+                    pass
         if is_at_begin:
             self._restore_once()
         if order is not None and isinstance(sampler, MappingBatchSampler | MappingDistributedBatchSampler):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler, RandomSampler
+from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler, IterableDataset, RandomSampler
 from paddleformers.utils.batch_sampler import MappingDistributedBatchSampler
 
 from paddleformers_fc.errors import FormatError, OptionError
@@ -247,10 +248,27 @@ def test_the_epochs_after_a_resumed_one_have_all_samples_though_workers_persist(
     assert [sorted(epoch) for epoch in epochs] == [list(range(SAMPLES))] * 2
 
 
-SAMPLERS: dict[str, Callable[[], Any]] = {
-    "distributed": lambda: DistributedBatchSampler(Numbers(), 2, 1, 0, shuffle=True),
-    "random": lambda: BatchSampler(sampler=RandomSampler(Numbers()), batch_size=2),
-    "sequential": lambda: BatchSampler(Numbers(), batch_size=2),
+class Reshuffled(IterableDataset):  # type: ignore[misc]
+    """A stream of the samples, in every epoch in another order, by its number or by numpy's generator."""
+
+    def __init__(self, counts: bool) -> None:
+        self._epochs = count() if counts else None
+
+    def __iter__(self) -> Iterator[int]:
+        random = np.random if self._epochs is None else np.random.RandomState(next(self._epochs))
+        return iter(random.permutation(SAMPLES).tolist())
+
+
+def sampled(sampler: BatchSampler) -> dict[str, Any]:
+    return {"dataset": Numbers(), "batch_sampler": sampler}
+
+
+DATA: dict[str, Callable[[], dict[str, Any]]] = {
+    "distributed": lambda: sampled(DistributedBatchSampler(Numbers(), 2, 1, 0, shuffle=True)),
+    "random": lambda: sampled(BatchSampler(sampler=RandomSampler(Numbers()), batch_size=2)),
+    "sequential": lambda: sampled(BatchSampler(Numbers(), batch_size=2)),
+    "counting stream": lambda: {"dataset": Reshuffled(counts=True), "batch_size": 2},
+    "drawing stream": lambda: {"dataset": Reshuffled(counts=False), "batch_size": 2},
 }
 
 
@@ -259,7 +277,7 @@ WORKERS = pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, Fa
 
 def loader_of(kind: str, workers: int, persistent: bool) -> DataLoader:
     np.random.seed(42)  # The Trainer does the same.
-    return DataLoader(Numbers(), batch_sampler=SAMPLERS[kind](), num_workers=workers, persistent_workers=persistent)
+    return DataLoader(**DATA[kind](), num_workers=workers, persistent_workers=persistent)
 
 
 def indices_of(batches: Any) -> list[int]:
@@ -272,17 +290,19 @@ def resumed_at(position: Position, loader: DataLoader, restore: Callable[[], Non
 
 
 @WORKERS
-@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("kind", DATA)
 def test_the_loader_of_a_user_is_resumed_in_the_order_of_its_epoch(kind: str, workers: int, persistent: bool) -> None:
     uninterrupted = loader_of(kind, workers, persistent)
     epochs = [indices_of(uninterrupted) for _ in range(4)]
-    assert kind == "sequential" or epochs[0] != epochs[2] != epochs[3]
+    # Every worker process starts with a new copy of the stream.
+    is_copied = kind == "counting stream" and workers > 0 and not persistent
+    assert kind == "sequential" or is_copied or epochs[0] != epochs[2] != epochs[3]
     batches = resumed_at(Position(2, 4, 24), loader_of(kind, workers, persistent))
     assert [indices_of(batches) for _ in range(2)] == [epochs[2][4:], epochs[3]]
 
 
 @WORKERS
-@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("kind", DATA)
 def test_an_epoch_that_begins_is_shuffled_by_the_saved_generators(kind: str, workers: int, persistent: bool) -> None:
     uninterrupted = loader_of(kind, workers, persistent)
     for _ in range(2):
