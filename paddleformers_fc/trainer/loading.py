@@ -603,7 +603,7 @@ def inner_training_loop(
             on_first_batch=lambda: _restore_generators(session),
             on_epoch_over=session.position.begin_next_epoch,
             keep_waiting=trainer._pp_data_buffer.append,
-            rereads=not args.ignore_data_skip,
+            rereads=_rereads(session, train_dataloader, start, order),
         )
         on_epoch_replayed = loader.expect_first
     session.position.begin(order, passes, start, saved is not None, num_train_epochs, on_epoch_replayed)
@@ -716,6 +716,22 @@ def _start(
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
     pipeline = args.pipeline_model_parallel_size > 1
     return position.start_after(saved, pace, order, passes, pipeline, args.dataloader_drop_last)
+
+
+def _rereads(session: Session, loader: Any, start: position.Start, order: position.SampleOrder) -> bool:
+    """Return whether to read the finished epochs of a stream again; warn if that is not possible."""
+    if session.args.ignore_data_skip or not batches.needs_finished_epochs(loader, order.indexed):
+        return False
+    if not getattr(loader, "num_workers", 0):
+        return True
+    # The end of a stream that is read faster than workers send it blocks Paddle's loader forever.
+    if start.position.epoch:
+        session.warn(
+            f"Finished epochs of the data ({start.position.epoch}) are not read again, because the data loader has "
+            "worker processes. If the order of an epoch depends on the epochs before it, samples are repeated or left "
+            "out: set dataloader_num_workers: 0."
+        )
+    return False
 
 
 def _changes(session: Session, saved: position.SavedData, order: position.SampleOrder, passes: int | None) -> str:

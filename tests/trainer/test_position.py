@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from paddleformers.utils.batch_sampler import MappingDistributedBatchSampler
 
 from paddleformers_fc.errors import FormatError, OptionError
 from paddleformers_fc.trainer.batches import ResumedBatches, order_of
+from paddleformers_fc.trainer.loading import _rereads
 from paddleformers_fc.trainer.position import (
     BatchSizes,
     Position,
@@ -267,17 +269,22 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "distributed": lambda: sampled(DistributedBatchSampler(Numbers(), 2, 1, 0, shuffle=True)),
     "random": lambda: sampled(BatchSampler(sampler=RandomSampler(Numbers()), batch_size=2)),
     "sequential": lambda: sampled(BatchSampler(Numbers(), batch_size=2)),
+}
+STREAMS: dict[str, Callable[[], dict[str, Any]]] = {
     "counting stream": lambda: {"dataset": Reshuffled(counts=True), "batch_size": 2},
     "drawing stream": lambda: {"dataset": Reshuffled(counts=False), "batch_size": 2},
 }
 
 
-WORKERS = pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+LOADERS = [
+    *((kind, *workers) for kind in DATA for workers in ((0, False), (1, False), (1, True))),
+    *((kind, 0, False) for kind in STREAMS),
+]
 
 
 def loader_of(kind: str, workers: int, persistent: bool) -> DataLoader:
     np.random.seed(42)  # The Trainer does the same.
-    return DataLoader(**DATA[kind](), num_workers=workers, persistent_workers=persistent)
+    return DataLoader(**{**DATA, **STREAMS}[kind](), num_workers=workers, persistent_workers=persistent)
 
 
 def indices_of(batches: Any) -> list[int]:
@@ -289,20 +296,35 @@ def resumed_at(position: Position, loader: DataLoader, restore: Callable[[], Non
     return ResumedBatches(loader, start, False, restore, lambda: None, lambda _: None)
 
 
-@WORKERS
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(("kind", "workers", "persistent"), LOADERS)
 def test_the_loader_of_a_user_is_resumed_in_the_order_of_its_epoch(kind: str, workers: int, persistent: bool) -> None:
     uninterrupted = loader_of(kind, workers, persistent)
     epochs = [indices_of(uninterrupted) for _ in range(4)]
-    # Every worker process starts with a new copy of the stream.
-    is_copied = kind == "counting stream" and workers > 0 and not persistent
-    assert kind == "sequential" or is_copied or epochs[0] != epochs[2] != epochs[3]
+    assert kind == "sequential" or epochs[0] != epochs[2] != epochs[3]
     batches = resumed_at(Position(2, 4, 24), loader_of(kind, workers, persistent))
     assert [indices_of(batches) for _ in range(2)] == [epochs[2][4:], epochs[3]]
 
 
-@WORKERS
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(
+    ("kind", "workers", "skips", "rereads", "warns"),
+    [
+        ("counting stream", 0, True, True, False),
+        ("counting stream", 1, True, False, True),
+        ("counting stream", 0, False, False, False),
+        ("random", 1, True, False, False),
+    ],
+)
+def test_finished_epochs_of_a_stream_are_read_again_unless_workers_read_it(
+    kind: str, workers: int, skips: bool, rereads: bool, warns: bool
+) -> None:
+    warnings: list[str] = []
+    session = SimpleNamespace(args=SimpleNamespace(ignore_data_skip=not skips), warn=warnings.append)
+    loader, start = loader_of(kind, workers, False), Start(Position(2, 4, 24), 2)
+    assert _rereads(session, loader, start, order_of(loader)) == rereads  # type: ignore[arg-type]
+    assert any("set dataloader_num_workers: 0" in text for text in warnings) == warns
+
+
+@pytest.mark.parametrize(("kind", "workers", "persistent"), LOADERS)
 def test_an_epoch_that_begins_is_shuffled_by_the_saved_generators(kind: str, workers: int, persistent: bool) -> None:
     uninterrupted = loader_of(kind, workers, persistent)
     for _ in range(2):
