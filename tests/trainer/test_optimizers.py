@@ -6,6 +6,7 @@ The table of the page is made of what these tests measure. ``make optimizers`` w
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -320,12 +321,11 @@ def test_another_optimizer_is_reported_if_its_states_have_the_same_names(tmp_pat
 
 
 SCHEDULERS: dict[str, tuple[Callable[[], Any], list[float]]] = {
-    "StepDecay": (lambda: lr.StepDecay(0.01, step_size=1, gamma=0.5), [0.01, 0.005, 0.0025, 0.00125]),
-    # Paddle's state of it lacks the position in the cycle: the second cycle has begun when it is saved.
-    "CosineAnnealingWarmRestarts": (lambda: lr.CosineAnnealingWarmRestarts(0.01, 1, 2), [0.01, 0.01, 0.005, 0.01]),
-    "LinearWarmup": (
-        lambda: lr.LinearWarmup(lr.CosineAnnealingWarmRestarts(0.01, 1, 2), 1, 0.0, 0.01),
-        [0.0, 0.01, 0.01, 0.005],
+    "StepDecay": (lambda: lr.StepDecay(0.01, step_size=1, gamma=0.5), [0.01, 0.005, 0.0025, 0.00125, 0.000625]),
+    # Paddle's state of it lacks the position in the cycle. It is saved in the second cycle, and ends in the third.
+    "CosineAnnealingWarmRestarts": (
+        lambda: lr.CosineAnnealingWarmRestarts(0.01, 1, 2),
+        [0.01, 0.01, 0.005, 0.01, 0.005 + 0.005 * math.cos(math.pi / 4)],
     ),
 }
 
@@ -336,7 +336,7 @@ def test_a_learning_rate_scheduler_of_the_optimizer_alone_is_resumed(kind: str, 
     make, expected = SCHEDULERS[kind]
 
     def train(name: str, resume: str | None = None) -> list[float]:
-        trainer, scheduler = flex_trainer(SINGLE, tmp_path / name, WHOLE), make()
+        trainer, scheduler = flex_trainer(SINGLE, tmp_path / name, {**WHOLE, "max_steps": 5}), make()
         trainer.optimizer = paddle.optimizer.AdamW(parameters=trainer.model.parameters(), learning_rate=scheduler)
         rates: list[float] = []
 
