@@ -86,6 +86,16 @@ def order_of(loader: Any) -> SampleOrder:
     return SampleOrder(False, 0, False, 0)
 
 
+def needs_finished_epochs(loader: Any, indexed: bool) -> bool:
+    """Return whether the order of an epoch may depend on the epochs before it, and only reading these restores it.
+
+    Args:
+        loader: the data loader.
+        indexed: as for :class:`ResumedBatches`.
+    """
+    return not indexed and not isinstance(getattr(loader, "batch_sampler", None), BatchSampler)
+
+
 def passes_of_epoch(loader: Any, length: int | None) -> int | None:
     """Return the number of forward passes of this rank in an epoch; None if it is unknown.
 
@@ -114,6 +124,7 @@ class ResumedBatches:
         on_epoch_over: called if the first epoch has no batch left and the next epoch replaces it, which is known of a
             stream only after reading it.
         keep_waiting: receives each batch that waits in a pipeline, before the first batch.
+        rereads: whether to read finished epochs again; see :func:`needs_finished_epochs`.
     """
 
     def __init__(
@@ -124,6 +135,7 @@ class ResumedBatches:
         on_first_batch: Callable[[], None],
         on_epoch_over: Callable[[], None],
         keep_waiting: Callable[[Any], None],
+        rereads: bool = True,
     ) -> None:
         self._loader = loader
         self._indexed = indexed
@@ -133,6 +145,7 @@ class ResumedBatches:
         self._is_begun = False
         self._on_epoch_over = on_epoch_over
         self._keep_waiting = keep_waiting
+        self._rereads = rereads
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -174,6 +187,10 @@ class ResumedBatches:
             sampler.set_epoch(epoch, samples)
         elif isinstance(sampler, BatchSampler) and not self._is_begun:
             _replay_epochs(self._loader, sampler, epoch)
+        elif self._rereads and not self._is_begun:
+            for _ in range(epoch):
+                for _ in self._loader:
+                    pass
         if is_at_begin:
             self._restore_once()
         if order is not None and isinstance(sampler, MappingBatchSampler | MappingDistributedBatchSampler):

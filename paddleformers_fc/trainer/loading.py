@@ -17,7 +17,7 @@ from typing import Any
 
 import paddle.distributed as dist
 from msgspec import structs
-from paddle.optimizer.lr import LambdaDecay
+from paddle.optimizer.lr import CosineAnnealingWarmRestarts, LambdaDecay
 
 from paddleformers_fc.distributed.channel import Channel, all_gather_checked, gather_and_keep, run_on_all
 from paddleformers_fc.errors import CheckpointError, Diverged, FlexError, MismatchError, StorageError
@@ -481,19 +481,29 @@ def _check_reference(session: Session, progress: documents.TrainingProgress, dir
 
 def _restore_progress(trainer: Any, progress: documents.TrainingProgress) -> None:
     """Restore the learning-rate schedulers, the loss scaler and the Trainer's state."""
-    trainer.lr_scheduler.set_state_dict(progress.scheduler)
     scheduler = trainer.lr_scheduler
+    _restore_scheduler(scheduler, progress.scheduler)
     if type(scheduler) is LambdaDecay:
         # If the schedule has changed, the first step must use its rate, not the saved rate.
         scheduler.last_lr = scheduler.get_lr()
     own = documents.own_scheduler(trainer)
     if own is not None and progress.own_scheduler is not None:
-        own.set_state_dict(progress.own_scheduler)
+        _restore_scheduler(own, progress.own_scheduler)
     if trainer.do_grad_scaling and progress.scaler is not None:
         trainer.scaler.load_state_dict(progress.scaler)
     trainer.state = progress.state
     # PaddleFormers averages the losses over the steps of this run, without the skipped ones.
     trainer._skip_global_steps = progress.state.global_step
+
+
+def _restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
+    """Restore a learning-rate scheduler, and the position in its cycle that Paddle's state of warm restarts lacks."""
+    scheduler.set_state_dict(saved)
+    if isinstance(scheduler, CosineAnnealingWarmRestarts):
+        scheduler.T_cur, scheduler.T_i = scheduler.last_epoch, scheduler.T_0
+        while scheduler.T_cur >= scheduler.T_i:
+            scheduler.T_cur -= scheduler.T_i
+            scheduler.T_i *= scheduler.T_mult
 
 
 def _restore_average(session: Session, ready: _PreparedLoad) -> None:
@@ -593,6 +603,7 @@ def inner_training_loop(
             on_first_batch=lambda: _restore_generators(session),
             on_epoch_over=session.position.begin_next_epoch,
             keep_waiting=trainer._pp_data_buffer.append,
+            rereads=_rereads(session, train_dataloader, start, order),
         )
         on_epoch_replayed = loader.expect_first
     session.position.begin(order, passes, start, saved is not None, num_train_epochs, on_epoch_replayed)
@@ -705,6 +716,22 @@ def _start(
         return position.Start(position.Position(saved[0].epoch, 0, saved[0].consumed), 0)
     pipeline = args.pipeline_model_parallel_size > 1
     return position.start_after(saved, pace, order, passes, pipeline, args.dataloader_drop_last)
+
+
+def _rereads(session: Session, loader: Any, start: position.Start, order: position.SampleOrder) -> bool:
+    """Return whether to read the finished epochs of a stream again; warn if that is not possible."""
+    if session.args.ignore_data_skip or not batches.needs_finished_epochs(loader, order.indexed):
+        return False
+    if not getattr(loader, "num_workers", 0):
+        return True
+    # The end of a stream that is read faster than workers send it blocks Paddle's loader forever.
+    if start.position.epoch:
+        session.warn(
+            f"Finished epochs of the data ({start.position.epoch}) are not read again, because the data loader has "
+            "worker processes. If the order of an epoch depends on the epochs before it, samples are repeated or left "
+            "out: set dataloader_num_workers: 0."
+        )
+    return False
 
 
 def _changes(session: Session, saved: position.SavedData, order: position.SampleOrder, passes: int | None) -> str:

@@ -373,9 +373,9 @@ class PositionTracker:
                 self._on_epoch_replayed()
 
     def _count(self, args: Any, state: Any, waiting: int) -> None:
-        begin = self._epoch_begin
-        trained = (state.global_step - self._step_at_epoch_begin) * batch_sizes_of(args).per_step
-        self.position = Position(begin.epoch, begin.samples + trained, begin.consumed + trained, waiting)
+        # A callback may have changed gradient_accumulation_steps since the steps before.
+        done, trained = self.position, (state.global_step - self._counted) * batch_sizes_of(args).per_step
+        self.position = Position(done.epoch, done.samples + trained, done.consumed + trained, waiting)
         self._counted = state.global_step
         state.consumed_samples = self.position.consumed
         self._set_epoch(args, state)

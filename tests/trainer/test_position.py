@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler, RandomSampler
+from paddle.io import BatchSampler, DataLoader, Dataset, DistributedBatchSampler, IterableDataset, RandomSampler
 from paddleformers.utils.batch_sampler import MappingDistributedBatchSampler
 
 from paddleformers_fc.errors import FormatError, OptionError
 from paddleformers_fc.trainer.batches import ResumedBatches, order_of
+from paddleformers_fc.trainer.loading import _rereads
 from paddleformers_fc.trainer.position import (
     BatchSizes,
     Position,
@@ -247,19 +250,41 @@ def test_the_epochs_after_a_resumed_one_have_all_samples_though_workers_persist(
     assert [sorted(epoch) for epoch in epochs] == [list(range(SAMPLES))] * 2
 
 
-SAMPLERS: dict[str, Callable[[], Any]] = {
-    "distributed": lambda: DistributedBatchSampler(Numbers(), 2, 1, 0, shuffle=True),
-    "random": lambda: BatchSampler(sampler=RandomSampler(Numbers()), batch_size=2),
-    "sequential": lambda: BatchSampler(Numbers(), batch_size=2),
+class Reshuffled(IterableDataset):  # type: ignore[misc]
+    """A stream of the samples, in every epoch in another order, by its number or by numpy's generator."""
+
+    def __init__(self, counts: bool) -> None:
+        self._epochs = count() if counts else None
+
+    def __iter__(self) -> Iterator[int]:
+        random = np.random if self._epochs is None else np.random.RandomState(next(self._epochs))
+        return iter(random.permutation(SAMPLES).tolist())
+
+
+def sampled(sampler: BatchSampler) -> dict[str, Any]:
+    return {"dataset": Numbers(), "batch_sampler": sampler}
+
+
+DATA: dict[str, Callable[[], dict[str, Any]]] = {
+    "distributed": lambda: sampled(DistributedBatchSampler(Numbers(), 2, 1, 0, shuffle=True)),
+    "random": lambda: sampled(BatchSampler(sampler=RandomSampler(Numbers()), batch_size=2)),
+    "sequential": lambda: sampled(BatchSampler(Numbers(), batch_size=2)),
+}
+STREAMS: dict[str, Callable[[], dict[str, Any]]] = {
+    "counting stream": lambda: {"dataset": Reshuffled(counts=True), "batch_size": 2},
+    "drawing stream": lambda: {"dataset": Reshuffled(counts=False), "batch_size": 2},
 }
 
 
-WORKERS = pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+LOADERS = [
+    *((kind, *workers) for kind in DATA for workers in ((0, False), (1, False), (1, True))),
+    *((kind, 0, False) for kind in STREAMS),
+]
 
 
 def loader_of(kind: str, workers: int, persistent: bool) -> DataLoader:
     np.random.seed(42)  # The Trainer does the same.
-    return DataLoader(Numbers(), batch_sampler=SAMPLERS[kind](), num_workers=workers, persistent_workers=persistent)
+    return DataLoader(**{**DATA, **STREAMS}[kind](), num_workers=workers, persistent_workers=persistent)
 
 
 def indices_of(batches: Any) -> list[int]:
@@ -271,8 +296,7 @@ def resumed_at(position: Position, loader: DataLoader, restore: Callable[[], Non
     return ResumedBatches(loader, start, False, restore, lambda: None, lambda _: None)
 
 
-@WORKERS
-@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize(("kind", "workers", "persistent"), LOADERS)
 def test_the_loader_of_a_user_is_resumed_in_the_order_of_its_epoch(kind: str, workers: int, persistent: bool) -> None:
     uninterrupted = loader_of(kind, workers, persistent)
     epochs = [indices_of(uninterrupted) for _ in range(4)]
@@ -281,8 +305,26 @@ def test_the_loader_of_a_user_is_resumed_in_the_order_of_its_epoch(kind: str, wo
     assert [indices_of(batches) for _ in range(2)] == [epochs[2][4:], epochs[3]]
 
 
-@WORKERS
-@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize(
+    ("kind", "workers", "skips", "rereads", "warns"),
+    [
+        ("counting stream", 0, True, True, False),
+        ("counting stream", 1, True, False, True),
+        ("counting stream", 0, False, False, False),
+        ("random", 1, True, False, False),
+    ],
+)
+def test_finished_epochs_of_a_stream_are_read_again_unless_workers_read_it(
+    kind: str, workers: int, skips: bool, rereads: bool, warns: bool
+) -> None:
+    warnings: list[str] = []
+    session = SimpleNamespace(args=SimpleNamespace(ignore_data_skip=not skips), warn=warnings.append)
+    loader, start = loader_of(kind, workers, False), Start(Position(2, 4, 24), 2)
+    assert _rereads(session, loader, start, order_of(loader)) == rereads  # type: ignore[arg-type]
+    assert any("set dataloader_num_workers: 0" in text for text in warnings) == warns
+
+
+@pytest.mark.parametrize(("kind", "workers", "persistent"), LOADERS)
 def test_an_epoch_that_begins_is_shuffled_by_the_saved_generators(kind: str, workers: int, persistent: bool) -> None:
     uninterrupted = loader_of(kind, workers, persistent)
     for _ in range(2):

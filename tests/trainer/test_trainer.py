@@ -250,6 +250,7 @@ def how_far(output_dir: Path, step: int) -> tuple[Any, Any]:
 
 FULL = {"per_device_train_batch_size": tiny.GLOBAL_BATCH, "gradient_accumulation_steps": 3}
 SCHEDULE = {"lr_scheduler_type": "cosine", "warmup_steps": 2}
+RAMPED = "a callback changes the batch size"
 IN_FIRST, IN_SECOND = ({"epoch": epoch, "waiting": 0, "ended": False} for epoch in (0, 1))
 # Of 8 passes 2 make no step. PaddleFormers adds their gradients to those of the next epoch's first step, and trains
 # the batches of a pipeline with the first pass of that epoch, and so on.
@@ -280,7 +281,17 @@ EPOCHS: dict[str, tuple[MatrixLayout, dict[str, Any], dict[int, dict[str, Any]]]
         {"max_steps": 3, "save_steps": 1, "gradient_accumulation_steps": 9},
         {1: {"consumed": tiny.SAMPLES}},
     ),
+    RAMPED: (
+        SINGLE,
+        {"max_steps": 6, "save_steps": 1, "per_device_train_batch_size": 2},
+        {3: {**IN_FIRST, "samples": 6}, 5: {**IN_FIRST, "samples": 14, "consumed": 14}},
+    ),
 }
+
+
+def ramp(args: Any, state: Any, *_: Any, **__: Any) -> None:
+    """Double the batch size after the third step."""
+    args.gradient_accumulation_steps = 1 if state.global_step < 3 else 2
 
 
 @pytest.mark.parametrize(
@@ -302,10 +313,12 @@ def test_a_run_resumes_in_its_epoch_and_saves_what_it_would_have(
             return (samples[index] for index in range(len(samples)))
 
     _, arguments, steps = EPOCHS[case]
-    given = {"layout": layout, **({"train_dataset": Stream()} if case == "a stream" else {})}
+    given: dict[str, Any] = {"layout": layout, **({"train_dataset": Stream()} if case == "a stream" else {})}
+    if case == RAMPED:
+        given["callbacks"] = [callback(on_train_begin=ramp, on_step_end=ramp)]
     with logged() as lines:
         whole, *resumed = train_and_resume(tmp_path, [*steps], arguments=arguments, **given)
-    assert not any("This run differs" in line for line in lines)
+    assert any("This run differs" in line for line in lines) == (case == RAMPED)
     names = {int(path.name.rpartition("-")[2]) for path in (tmp_path / "whole").glob("checkpoint-*")}
     for (step, position), again in zip(steps.items(), resumed, strict=True):
         assert how_far(tmp_path / "whole", step)[1]["position"].items() >= position.items()
