@@ -131,6 +131,7 @@ paddle.optimizer:
     Optimizer._add_accumulator: _accumulators _accumulators_holder _name
     Optimizer._create_master_weight(self, param): _master_weights
     Optimizer._gen_master_weight_var_name(self, param): _fp32_master
+paddle.optimizer.lr:CosineAnnealingWarmRestarts.__init__: T_0 T_mult T_cur T_i
 paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer:
     DygraphShardingOptimizer.__init__: _inner_opt _rank2fused _rank2params _sharding_rank tensor_fusion fuse_optimizer
     DygraphShardingOptimizerV2.__init__: _inner_opt _comm_buffer_list pp_overlap
