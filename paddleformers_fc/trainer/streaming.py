@@ -218,7 +218,6 @@ def _planned(prepare: Callable[[], _Prepared], channel: Channel) -> Stream:
 
 def _merged(model: Any, prepare: Callable[[], _Prepared], channel: Channel, device: str) -> Tensors:
     """Yield the tensors of a model with its adapters merged. Every rank must call."""
-    weight_sources.identify_base(model, channel)
 
     def prepare_adapters() -> _Prepared:
         own = prepare()
