@@ -11,6 +11,7 @@ import pytest
 
 from paddleformers_fc.errors import MappingError, OptionError
 from paddleformers_fc.families import Family, ModelTensor, bind, enumerate_tensors, language as lang
+from paddleformers_fc.families.names import Names
 from paddleformers_fc.families.sizes import OneOf, Size, Sizes
 from paddleformers_fc.mapping import prove
 from tests.families.spaces import BY_NAME, model_of, settings, tensors
@@ -119,6 +120,12 @@ def test_statements_for_one_name_are_distinguished_by_the_class_and_the_configur
     assert axes((32, 32), is_fleet=True, num_experts=32) == (0, 1)
     assert axes((32, 32), is_fleet=False, num_experts=32) == (1, 0)
     assert axes((32, 4), is_fleet=None) == (1, 0)
+
+
+def test_conditions_get_the_canonical_number_of_a_layer_behind_empty_ones() -> None:
+    family = BY_NAME["deepseek_v4"]
+    known = Names(family, model_of(settings(family, **{EMPTY: 2})))
+    assert [numbers for _, numbers in known.declared("model.layers.3.input_layernorm.weight")] == [{"layer": 1}]
 
 
 def test_the_router_is_cast_when_the_file_is_not_in_its_dtype_and_the_rest_is_not() -> None:
