@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import paddleformers_fc
-from paddleformers_fc.errors import FlexError, MismatchError, OptionError
+from paddleformers_fc.errors import FlexError, MismatchError, OptionError, PeerError
 from tests.cli.support import flip, run
 from tests.harness import tiny
 from tests.harness.on_ranks import job_on_ranks, on_ranks, run_on_ranks
@@ -592,6 +592,19 @@ def test_adapters_start_from_files_by_lora_path_under_any_layout(
     given = {"layout": layout, "base": one.base, "directories": [str(tmp_path / "adapters")]}
     run_on_ranks(ranks, layout.nproc, start_from_lora_path, output_dir=tmp_path / "out", **given)
     assert paddleformers_fc.open(tmp_path / "out/checkpoint-1").diff(one.opened, role="model_state").equal
+
+
+def test_adapters_of_some_layers_that_no_pattern_selects_are_refused(
+    ranks: ForkServer, llama: Exported, tmp_path: Path
+) -> None:
+    def keep_the_first_layer(tensors: dict[str, Any]) -> None:
+        for name in [one for one in tensors if ".layers.1." in one]:
+            del tensors[name]
+
+    directory = altered(llama.adapter, tmp_path / "adapters", keep_the_first_layer)
+    given = {"layout": SINGLE, "base": llama.base, "directories": [directory], "output_dir": tmp_path / "out"}
+    with pytest.raises(PeerError, match="k_proj: some layers of this name have adapters"):
+        run_on_ranks(ranks, 1, start_from_lora_path, **given)
 
 
 def refuse_adapters(base: Path, messages: dict[str, str], output_dir: Path) -> None:
