@@ -106,6 +106,9 @@ def test_the_defaults_of_a_family_are_those_of_its_configuration_class() -> None
             for key, value in defaults.items():
                 if getattr(config, key, value) != value:
                     found[f"{name}: {prefix}{key}"] = value, getattr(config, key)
+    # The class takes full_attention_interval, and keeps only what follows from it.
+    kinds = config_class("qwen3_next")(num_hidden_layers=8).layer_types
+    assert kinds.index("full_attention") + 1 == BY_NAME["qwen3_next"].defaults["full_attention_interval"]
     assert found == {
         "ernie4_5_moe: moe_layer_end_index": (-1, 2),
         "ernie4_5_moe_vl: moe_num_shared_experts": (2, 0),
