@@ -34,6 +34,13 @@ def canonical(family: Family, model: ModelDescription, tensors: list[ModelTensor
     return moved(bind(family, model, tensors).mapping().reversed(), held)
 
 
+def test_an_adapter_is_cut_where_its_layer_is() -> None:
+    family = BY_NAME["llama"]
+    cuts = {one.name.partition("self_attn.")[2]: one.cuts for one in tensors_of(family, tiny_models(family)[0], tp=2)}
+    assert (cuts["o_proj.lora_A"], cuts["o_proj.lora_B"]) == ((2, 1), (1, 1))
+    assert (cuts["q_proj.lora_A"], cuts["q_proj.lora_B"]) == ((1, 1), (1, 2))
+
+
 @pytest.mark.parametrize(("family", "model"), MODELS, ids=lambda one: getattr(one, "name", ""))
 def test_adapters_of_every_family_are_proved_and_their_product_is_that_of_their_canonical_parts(
     family: Family, model: ModelDescription
