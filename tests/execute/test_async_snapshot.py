@@ -13,9 +13,10 @@ import pytest
 
 from paddleformers_fc.distributed.channel import Channel
 from paddleformers_fc.distributed.consistency import ConsistencyCheck
+from paddleformers_fc.errors import MismatchError
 from paddleformers_fc.execute import replicas, save as saving, save_plan
 from paddleformers_fc.execute.async_snapshot import SnapshotBuffer, SnapshotCopy, ranges_of, snapshot_bytes
-from paddleformers_fc.execute.memory import HostTensors, host_view
+from paddleformers_fc.execute.memory import HostTensors, host_view, slots_of
 from paddleformers_fc.execute.replicas import CopyPart, ElementRanges, Replica
 from paddleformers_fc.execute.save import (
     JobRecord,
@@ -197,6 +198,14 @@ def test_an_error_of_a_copy_is_raised_where_the_copy_ends() -> None:
     tensor._clear_data()
     with pytest.raises(RuntimeError, match="not initialized"):
         copying.finish()
+
+
+def test_tensors_without_memory_are_not_loaded_into() -> None:
+    tensor = paddle.arange(20)
+    tensor._clear_data()
+    with pytest.raises(MismatchError) as caught:
+        slots_of(roles_of({"a": tensor, "b": paddle.arange(3)}))
+    assert list(caught.value.evidence) == [f"{ROLE} a"]
 
 
 def test_memory_is_kept_for_the_next_snapshot_and_grows_only_if_it_is_too_small() -> None:
