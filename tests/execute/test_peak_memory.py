@@ -142,8 +142,10 @@ def test_a_conversion_holds_pieces_of_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(np.float32, ""), (np.int32, "atol=1.0, rtol=0.5")],
-    ids=["bits", "within a tolerance"],
+    [
+        pytest.param(np.float32, "", marks=pytest.mark.slow, id="bits"),
+        pytest.param(np.int32, "atol=1.0, rtol=0.5", id="within a tolerance"),
+    ],
 )
 def test_a_diff_of_a_tensor_of_256_mib_takes_at_most_128_mib(tmp_path: Path, dtype: type, tolerance: str) -> None:
     """Every element differs, and every integer lies exactly at the bound."""
