@@ -74,10 +74,12 @@ def _continue_without(error: Exception) -> None:
         activate()
     logger = import_module(f"{upstream.FORMERS}.utils.log").logger
     logger.warning(f"This environment does not support flex_checkpoint: true; this job does not set it.\n{error}")
-    with contextlib.suppress(ImportError, AttributeError):  # Otherwise the parser reports the keys itself.
+    try:
         from paddleformers_fc.trainer.entry import install_options
 
         install_options()
+    except (ImportError, AttributeError) as missing:
+        logger.warning(f"The keys of paddleformers_fc are unknown to this parser: {missing}")
 
 
 if __name__ == "__main__":

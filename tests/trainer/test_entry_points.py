@@ -320,6 +320,27 @@ def test_a_worker_trains_without_flex_checkpoint_although_a_method_is_renamed(
     assert len(losses(log)) == 2
 
 
+def run_command_line_without_the_parser_of_keys(yaml: Path) -> None:
+    from paddleformers.trainer import Trainer
+
+    from paddleformers_fc.trainer import entry
+
+    with without(Trainer, "_save_checkpoint"), without(entry, "install_options"):
+        run_command_line(yaml)
+
+
+@pytest.mark.slow
+def test_a_worker_names_the_keys_that_it_cannot_add_to_the_parser(
+    ranks: ForkServer, assets: Assets, tmp_path: Path
+) -> None:
+    path = write_recipe("llama_pt", assets, tmp_path / "stock", max_steps=2, save_steps=9, flex_checkpoint=False)
+    failed = job_on_ranks(ranks.attempt, 1, run_command_line_without_the_parser_of_keys, yaml=path)
+    log = failed.logs[0].read_text()
+    assert not failed.ok
+    assert "The keys of paddleformers_fc are unknown to this parser" in log
+    assert re.search("ValueError: .*flex_checkpoint", log)
+
+
 # ---- Workflows by the recipes: stopped and resumed under another layout, each trains what it would have.
 
 DP2 = {"gradient_accumulation_steps": 2}
