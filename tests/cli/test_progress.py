@@ -53,7 +53,7 @@ def test_without_a_terminal_there_is_a_line_every_interval_also_in_training(
     monkeypatch.setattr(progress, "INTERVAL", 0.0)
     monkeypatch.setattr(progress, "_REFRESH", 0.01)
     written, seen = threading.Event(), sys.stderr.write
-    monkeypatch.setattr(sys.stderr, "write", lambda text: (" of " in text and written.set(), seen(text))[1])
+    monkeypatch.setattr(sys.stderr, "write", lambda text: ("1.07 GB of " in text and written.set(), seen(text))[1])
     with progress.shown("saving x", None, has_ends):
         expect(4 << 30)
         advance(1 << 30)
